@@ -16,8 +16,11 @@ from typing import Any
 
 from slidesparse.cli import build_parser
 
-SOURCES = ("dense", "sharded", "w8a8", "pruned")
-COMMANDS = ("inspect", "prune", "eval", "load")
+SOURCES = ("dense", "sharded", "w8a8", "pruned", "floats", "kept")
+"""Folders of checkpoints: ``floats`` is pruned in a float type, and so is ``kept``, with the work of a run that ended
+early; ``recover`` goes on from there, and that work is damaged in place of the folder."""
+
+COMMANDS = ("inspect", "prune", "eval", "load", "recover", "chats")
 
 
 @dataclass(frozen=True)
@@ -204,6 +207,28 @@ def damage(folder: Path, name: str, number: int) -> None:
         FOLDER_DAMAGES[name](folder, rng)
 
 
+def write_data(folder: Path, number: int) -> None:
+    """Write chats, and a data set of several kinds of files, with odd values for some of their keys."""
+    rng = random.Random(number)
+    call = {"function": {"name": "add", "arguments": rng.choice(('{"a": 1}', "{", "[]"))}}
+    lines = []
+    for place in range(6):
+        answer = {"role": "assistant", "content": "a number", "tool_calls": [call], "reasoning_content": "hm"}
+        line = {
+            "messages": [{"role": "user", "content": "what is two"}, answer],
+            "tools": [],
+            "tokens": [5],
+            "seal": "",
+        }
+        lines.append(change_json(line, rng) if number and rng.random() < 0.3 else line | {"id": place})
+    ends = ("\n", "\n", "\r\n", "\n\n") if number else ("\n",)
+    text = "".join(json.dumps(one) + rng.choice(ends) for one in lines)
+    (folder / "data/data").mkdir(parents=True)
+    for path in ("chats.jsonl", "data/data/train-0.jsonl", "data/data/test.jsonl"):
+        (folder / path).write_text(text)
+    (folder / "data/README.md").write_text("about")
+
+
 # -- arguments -----------------------------------------------------------------------------------------------------
 
 WORDS = (
@@ -214,8 +239,9 @@ WORDS = (
 VALUES_OF_OPTIONS = (
     *("6:8", "4:6", "dense", "int8", "bf16", "2", "16", "0", "cpu", "cuda", "TEXT", "SOURCE", "missing"),
     *("lm_head", "re:.*mlp.*", "re:.*", "re:.*down_proj=4:6", "re:.*down_proj=dense"),
+    *("CHATS", "DATA", "BASE", "TEXT:3", "CHATS:0.5", "DATA:1e300", "", "1e-3", "30", "9999999G", "100000", "64"),
 )
-"""Values that some option takes; options with a choice take one of theirs."""
+"""Values that some option takes; those in capitals are files and folders of a case. Choices take one of theirs."""
 
 SKIPPED = {
     *("--help", "--verbose", "--dry-run"),  # which say more, or make nothing
@@ -235,11 +261,20 @@ def options_of(command: str) -> dict[str, tuple[str, ...]]:
     }
 
 
+WRITING = ("prune", "recover", "chats")
+"""Commands with a destination."""
+
+
 USUAL: dict[str, list[str]] = {
     "inspect": [],
     "load": [],
     "prune": ["--pattern", "6:8", "--method", "magnitude", "--device", "cpu"],
     "eval": ["--text", "TEXT", "--window", "32", "--device", "cpu"],
+    "recover": [
+        *("--text", "TEXT", "--tokens", "96", "--batch", "32", "--window", "8", "--eval-windows", "2", "--lr", "1e-3"),
+        *("--dense", "BASE", "--device", "cpu"),
+    ],
+    "chats": ["--count", "2", "--prompts", "CHATS", "--max-tokens", "2", "--device", "cpu"],
 }
 
 
@@ -258,10 +293,13 @@ def command_line(case: Case, folder: Path) -> list[str]:
         words.append(option)
         if known[option]:
             words.append(rng.choice(known[option]) if rng.random() < 0.75 else rng.choice(WORDS))
-    named = {"TEXT": str(folder / "text.txt"), "SOURCE": str(folder / "m")}
-    words = [named.get(word, word) for word in words]
-    out = [str(folder / "out")] if case.command == "prune" else []
-    if case.arguments and random.Random(case.arguments[0] + 1).random() < 0.1 and case.command == "prune":
+    named = {"TEXT": "text.txt", "SOURCE": "m", "CHATS": "chats.jsonl", "DATA": "data", "BASE": "base"}
+    parts = (word.partition(":") for word in words)
+    words = [
+        f"{folder / named[name]}{colon}{end}" if name in named else name + colon + end for name, colon, end in parts
+    ]
+    out = [str(folder / "out")] if case.command in WRITING else []
+    if case.arguments and random.Random(case.arguments[0] + 1).random() < 0.1 and out:
         places = ("m", "m/in", "out/..", "text.txt", "text.txt/x", "n" * 300, "a/b/c")
         out = [str(folder / random.Random(case.arguments[0]).choice(places))]
     return [case.command, str(folder / "m"), *out, *words]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import resource
 import shutil
@@ -26,7 +27,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import add_tokenizer, by_magnitude, make_checkpoint, make_w8a8, tokens, write_text
-from fuzz_cases import COMMANDS, DAMAGES, SOURCES, Case, command_line, damage, snapshot
+from fuzz_cases import COMMANDS, DAMAGES, SOURCES, Case, command_line, damage, snapshot, write_data
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
@@ -34,9 +35,15 @@ import slidesparse
 from slidesparse.cli import main
 from slidesparse.errors import SlideSparseError
 from slidesparse.offline.prune import prune_checkpoint
+from slidesparse.recovery.training import Training
 
 SECONDS = float(os.environ.get("SLIDESPARSE_FUZZ_SECONDS", "30"))
 FIRST_SEED = int(os.environ.get("SLIDESPARSE_FUZZ_SEED", "0"))
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}. {% endfor %}{{ 'so ' if add_generation_prompt }}"
+
+SPEAKERS = ("slidesparse: ", "recover: ", "answers: ")
+"""What lines begin with: errors and warnings, and how far a command came."""
 
 TIME_LIMIT = 60
 """Seconds of a core after which a command hangs. They take a tenth of one."""
@@ -53,16 +60,41 @@ class Hang(BaseException):
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder for each of ``SOURCES``, and a text."""
     folder = tmp_path_factory.mktemp("fuzz")
     write_text(folder / "text.txt", words=60)
     for name, size in (("dense", "5GB"), ("sharded", "20KB")):
         make_checkpoint(folder / name, num_hidden_layers=1, hidden_size=32, intermediate_size=40, shard_size=size)
         add_tokenizer(folder / name)
+        (folder / name / "chat_template.jinja").write_text(TEMPLATE)
     prune_checkpoint(folder / "dense", folder / "pruned", by_magnitude("4:6", "int8"))
     make_w8a8(folder / "dense", folder / "w8a8")
-    return folder
+    prune_checkpoint(folder / "dense", folder / "floats", by_magnitude("4:6", "bf16"))
+    shutil.copytree(folder / "floats", folder / "kept")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        kept_work(folder)
+        yield folder
+
+
+def kept_work(folder: Path) -> None:
+    """Run ``recover`` to its end, ``whole``, and to its second step, whose work is ``kept.partial``."""
+    (folder / "m").symlink_to("floats")
+    (folder / "base").symlink_to("dense")
+    assert main(command_line(Case("recover", "floats"), folder)) == 0
+    (folder / "out").rename(folder / "whole")
+    step = Training._step
+
+    def interrupted(self: Training, number: int, lr: float) -> Any:
+        if number == 2:
+            raise KeyboardInterrupt
+        return step(self, number, lr)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Training, "_step", interrupted)
+        assert main(command_line(Case("recover", "floats"), folder)) == 130
+    (folder / "out.partial").rename(folder / "kept.partial")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -113,14 +145,21 @@ def check(case: Case, sources: Path, folder: Path) -> int:
     folder.mkdir()
     shutil.copytree(sources / case.source, folder / "m")
     shutil.copy(sources / "text.txt", folder)
+    shutil.copytree(sources / "dense", folder / "base")
+    write_data(folder, sum(case.arguments))
+    resumed = case.command == "recover" and case.source == "kept"
+    if resumed:
+        shutil.copytree(sources / "kept.partial", folder / "out.partial")
     for name, number in case.damages:
-        damage(folder / "m", name, number)
+        damage(folder / ("out.partial" if resumed else "m"), name, number)
     before = snapshot(folder)
     words = command_line(case, folder)
     with in_time():
         status, out, err = run(words)
     said = f"{words}: {status}\n{out}\n{err}"
     after = snapshot(folder)
+    if resumed:  # whose work grows, and goes
+        before, after = ({name: one for name, one in some.items() if "partial" not in name} for some in (before, after))
     assert status in (0, 1, 2), said
     assert "Traceback" not in err, said
     assert "unexpected error" not in err, said
@@ -128,21 +167,33 @@ def check(case: Case, sources: Path, folder: Path) -> int:
     assert {name: after.get(name) for name in before} == before, said
     if status == 0:
         assert out, said
-        verify(case, words, folder)
+        verify(case, words, folder, sources)
     elif not (status == 1 and case.command == "inspect" and ("PROBLEM" in out or '"faults"' in out)):
         lines = err.splitlines()
-        assert len(lines) == 1 or status == 2 or all(line.startswith("slidesparse: ") for line in lines), said
+        assert len(lines) == 1 or status == 2 or all(line.startswith(SPEAKERS) for line in lines), said
+        assert lines[-1].startswith("slidesparse: ") or status == 2, said
         assert lines, said
         assert len(lines[-1]) < 2000, said
         assert after == before or " keeps " in lines[-1], said
     return status
 
 
-def verify(case: Case, words: list[str], folder: Path) -> None:
+def verify(case: Case, words: list[str], folder: Path, sources: Path) -> None:
     """Hold what a command that succeeded made against what it promises."""
     if case.command == "prune":
         assert_success(["inspect", words[2]])
         logits_of(Path(words[2]))
+    if case.command == "recover":
+        assert bool(logits_of(Path(words[2])).isfinite().all())
+        text = (Path(words[2]) / "recover.json").read_text()
+        assert str(folder) not in text
+        assert "NaN" not in text
+        if case.source == "kept" and not case.arguments:  # nothing of damaged work got through
+            same = [(path / "model.safetensors").read_bytes() for path in (Path(words[2]), sources / "whole")]
+            assert same[0] == same[1]
+    if case.command == "chats":
+        lines = Path(words[2]).read_bytes().splitlines()
+        assert all(json.loads(line)["messages"][-1]["role"] == "assistant" for line in lines)
     if case.command == "load":
         logits_of(folder / "m")
 
@@ -163,7 +214,8 @@ def logits_of(folder: Path) -> torch.Tensor:
 @pytest.mark.parametrize("source", SOURCES)
 def test_without_damage(command: str, source: str, sources: Path, tmp_path: Path) -> None:
     """The oracle itself, where the answer is known."""
-    fits = ("inspect", "eval", "load" if source == "pruned" else "prune")
+    fits = ["inspect", "eval", "chats", "prune" if source in ("dense", "sharded", "w8a8") else "load"]
+    fits += ["recover"] if source in ("floats", "kept") else []
     assert (check(Case(command, source), sources, tmp_path / "w") == 0) == (command in fits)
 
 

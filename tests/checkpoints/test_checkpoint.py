@@ -92,6 +92,7 @@ ADAPTER, GGUF = "adapter_config.json", "model-q4.gguf"
         (["model.safetensors"], ADAPTER, "m is no model; got an adapter"),
         (["config.json", "model.safetensors"], GGUF, "m cannot be read; got GGUF"),
         (["model.safetensors"], "notes.txt", r"m has no model\.safetensors .*; fetch the weights"),
+        (["model.safetensors"], "model.fp16.safetensors", r"no model.* but model\.fp16\.safetensors; .* or rename"),
         (["config.json"], "notes.txt", r"config\.json is missing"),
         (["model.safetensors"], "pytorch_model.bin", r"convert the weights to safetensors.*save_pretrained\(\)"),
         ([], "config.json", "config.json cannot be read"),

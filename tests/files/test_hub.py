@@ -147,4 +147,9 @@ def test_offline(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.asked.clear()
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert source_folder("maker/small") == folder
+    (folder / "README.md").unlink()  # which a server does not fetch
+    assert source_folder("maker/small") == folder
+    min(folder.glob("*.safetensors")).unlink()
+    with pytest.raises(CheckpointError, match=r"HF_HUB_OFFLINE, .*model-00001.*\.safetensors"):
+        source_folder("maker/small")
     assert hub.asked == []

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -216,28 +215,6 @@ def refuse(source: Path, says: str, options: PruneOptions) -> None:
 def test_windows_that_are_longer_than_any_text(source: Path) -> None:
     text = calibration(source.parent, length=9_000_000)
     refuse(source, "got 9000000 tokens; needed at most", PruneOptions("6:8", "int8", "wanda", text))
-
-
-def test_a_data_set_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for ``datasets``, which is no dependency: it gives a data set, or one for each split."""
-
-    class Rows(list[dict[str, str | None]]):
-        column_names = ("text",)
-
-        def select_columns(self, columns: list[str]) -> list[dict[str, str | None]]:
-            return self
-
-    found: Any = {"train": Rows([{"text": "one"}, {"text": "two"}]), "test": Rows([{"text": "three"}])}
-    module: Any = ModuleType("datasets")
-    module.load_from_disk = lambda path: found
-    monkeypatch.setitem(sys.modules, "datasets", module)
-    assert read_text(tmp_path) == "one\n\ntwo"
-    found["train"].append({"text": None})
-    with pytest.raises(InputError, match="row 2; got"):
-        read_text(tmp_path)
-    del found["train"]
-    with pytest.raises(InputError, match="is no data set with texts"):
-        read_text(tmp_path)
 
 
 def test_windows_are_taken_once_each() -> None:

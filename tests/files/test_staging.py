@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 from collections.abc import Callable
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
-from checkpoints import by_magnitude, contents, make_checkpoint, make_source
+from checkpoints import add_tokenizer, by_magnitude, contents, make_checkpoint, make_source, tensors, write_text
 
+from slidesparse.base.whole_file import replace_file
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files import staging
 from slidesparse.files.staging import Workplace, new_folder, staged
@@ -234,3 +237,51 @@ def test_what_is_no_work_of_ours_is_left_alone(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=says), staged(tmp_path / name, tmp_path / "m", {}, 0):
             pass
     assert (tmp_path / "u.partial/diary.txt").read_text() == "dear diary"
+
+
+def test_modes_of_files_stay(tmp_path: Path) -> None:
+    """What others could not read they cannot read in the output, either."""
+    make_checkpoint(tmp_path / "m")
+    (tmp_path / "m/notes.txt").write_text("")
+    for path in (tmp_path / "m").iterdir():
+        path.chmod(0o644 if path.name == "notes.txt" else 0o600)
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "s").iterdir()}
+    assert modes.pop("notes.txt") == 0o644
+    assert set(modes.values()) == {0o600}
+    replace_file(tmp_path / "m/config.json", "{}")
+    assert (tmp_path / "m/config.json").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda"])
+def test_prune_says_that_zeros_were_filled(tmp_path: Path, caplog: pytest.LogCaptureFixture, method: str) -> None:
+    make_checkpoint(tmp_path / "m")
+    add_tokenizer(tmp_path / "m")
+    text = Calibration(str(write_text(tmp_path / "t.txt")), samples=2, length=16)
+    prune_checkpoint(tmp_path / "m", tmp_path / "p", by_magnitude("6:8", "bf16"))
+    options = PruneOptions("6:8", "bf16", method, None if method == "magnitude" else text)
+    prune_checkpoint(tmp_path / "p", tmp_path / "q", options)
+    assert "violate" not in caplog.text
+    values = tensors(tmp_path / "p")
+    values["model.layers.1.mlp.up_proj.weight"][3] = 1
+    safetensors.torch.save_file(values, tmp_path / "p/model.safetensors", {"format": "pt"})
+    prune_checkpoint(tmp_path / "p", tmp_path / "r", options)
+    assert "1 tensor of" in caplog.text
+    assert "violate its own pattern, and are pruned anew: model.layers.1.mlp.up_proj.weight" in caplog.text
+
+
+def test_who_has_no_lock_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs make the working folder at once, and the other one has its lock before this one."""
+    make, handles = staging._make, []
+
+    def made_at_once(partial: Path) -> list[Path]:
+        found = make(partial)
+        handles.append(os.open(partial, os.O_RDONLY))
+        fcntl.flock(handles[0], fcntl.LOCK_EX)
+        return found
+
+    monkeypatch.setattr(staging, "_make", made_at_once)
+    with pytest.raises(CheckpointError, match="another run is writing"), staged(tmp_path / "s", tmp_path / "m", {}, 0):
+        pass
+    os.close(handles[0])
+    assert (tmp_path / "s.partial").is_dir()

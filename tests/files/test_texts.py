@@ -13,6 +13,7 @@ import torch
 import transformers
 from checkpoints import add_tokenizer, make_checkpoint, read_text, write_text
 
+from slidesparse.base.log import log_once
 from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.offline.calibrate import texts
@@ -61,6 +62,38 @@ def test_what_is_no_document(tmp_path: Path, line: Any) -> None:
     (tmp_path / "c.jsonl").write_text('{"text": "one"}\n' + content)
     with pytest.raises(InputError, match=r"c\.jsonl, line 2"):
         read_documents(tmp_path / "c.jsonl")
+
+
+CALL = {"id": "1", "function": {"name": "add", "arguments": '{"a": 1}'}}
+TOOLED = [
+    {"role": "user", "content": [{"type": "text", "text": "what is"}, {"type": "text", "text": "two"}]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "hm", "weight": 1, "name": None},
+]
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "strings"])
+def test_whole_messages_and_tools_go_to_the_template(tmp_path: Path, kind: str, caplog: Any) -> None:
+    log_once.cache_clear()
+    add_tokenizer(tmp_path)
+    said = "{{ tools|tojson if tools }}{% for m in messages %}{{ m.content }}"
+    called = "{{ m.thinking }}{{ m.tool_calls[0].function.arguments.a if m.tool_calls }}|{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(said + called)
+    one = {"text": None, "messages": TOOLED, "tools": json.dumps(TOOLS) if kind == "strings" else TOOLS}
+    path = tmp_path / ("c.json" if kind == "json" else "c.jsonl")
+    path.write_text(json.dumps([one] if kind == "json" else one))
+    assert read_text(path, load_tokenizer(tmp_path)) == f"{json.dumps(TOOLS)}what is\ntwo|hm1|"
+    assert "does not read 'weight'" in caplog.text
+    assert "reasoning" not in caplog.text
+    assert "'name'" not in caplog.text
+    for arguments in ("{", '"a"', "5"):  # are no object, and stay as they are
+        called = {"function": {"name": "add", "arguments": arguments}}
+        path = tmp_path / "d.jsonl"
+        path.write_text(json.dumps({"messages": [{"role": "assistant", "tool_calls": [called]}]}))
+        assert read_documents(path) == [[{"role": "assistant", "tool_calls": [called]}]]
+    path.write_text(json.dumps({"messages": TOOLED, "tools": "{"}))
+    with pytest.raises(InputError):
+        read_documents(path)
 
 
 LONG = json.dumps({"messages": [*CHAT * 50, "hello"]}).encode()
@@ -170,6 +203,39 @@ def test_a_folder_of_files(tmp_path: Path) -> None:
         read_documents(tmp_path)
 
 
+def test_a_cloned_data_set(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its README is about it, and of its splits one is for training."""
+    for name, text in (("README.md", "about"), ("data/train-0.txt", "one"), ("data/test-0.txt", "two")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git/a.txt").write_text("not read")
+    assert read_documents(tmp_path) == ["one"]
+    assert "read are data/train-0.txt" in caplog.text
+    (tmp_path / "data/train-0.txt").rename(tmp_path / "data/contest.txt")
+    assert read_documents(tmp_path) == ["one", "two"]
+    for name in ("contest", "test-0"):
+        (tmp_path / f"data/{name}.txt").unlink()
+    assert read_documents(tmp_path) == ["about"]
+
+
+def test_nulls_of_a_data_set_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for ``datasets``: a null beside a text or a chat is none, as in files."""
+
+    class Rows(list[Any]):
+        column_names = ("id", "text", "messages")
+
+        def select_columns(self, names: list[str]) -> Any:
+            return [{name: one.get(name) for name in names} for one in self]
+
+    module: Any = ModuleType("datasets")
+    module.load_from_disk = lambda _: Rows([{"text": None, "messages": CHAT}, {"text": "one", "messages": None}])
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    (tmp_path / "dataset_dict.json").write_text("{}")
+    assert read_documents(tmp_path) == [CHAT, "one"]
+
+
 def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By pyarrow itself where it is installed."""
     path = tmp_path / "t.parquet"
@@ -183,7 +249,8 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(InputError, match=r"t.parquet is damaged"):
         read_documents(path)
-    for columns, documents in (({"id": [1, 2], "text": ["a", "b"]}, ["a", "b"]), ({"messages": [CHAT]}, [CHAT])):
+    both = {"text": [None, "b"], "messages": [CHAT, None]}
+    for columns, documents in (({"id": [1, 2], "text": ["a", "b"]}, ["a", "b"]), (both, [CHAT, "b"])):
         parquet.write_table(arrow.table(columns), path)
         assert read_documents(path) == documents
         assert read_documents(tmp_path) == documents

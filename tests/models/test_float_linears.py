@@ -10,12 +10,12 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, on_meta
 from checkpoints import by_magnitude
-from small_models import make
+from small_models import TEXT, Architecture, make
 from test_architectures import similarity
 
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.errors import InputError
-from slidesparse.models.float_linears import HEAD_IN_FLOATS, IN_FLOATS, LINEARS, linears_of_float_mixers
+from slidesparse.models.float_linears import HEAD_IN_FLOATS, HEAD_OF_TASK, IN_FLOATS, LINEARS, linears_of_float_mixers
 from slidesparse.models.sparsify import sparsify_
 from slidesparse.models.targets import OUTPUT
 from slidesparse.offline.dry_run import dry_run
@@ -123,3 +123,14 @@ def test_a_model_in_memory_keeps_what_vllm_holds_in_floats(tmp_path: Path, caplo
     assert {OUTPUT, IN_FLOATS} <= set(done.dense.values())
     for why in (HEAD_IN_FLOATS, IN_FLOATS):
         assert why in caplog.text
+
+
+@pytest.mark.parametrize("name", ["llama", "bert-classifier"])
+def test_heads_of_scores_stay_in_floats_whatever_their_size(tmp_path: Path, name: str) -> None:
+    """vLLM builds them without scales."""
+    family = Architecture("LlamaForSequenceClassification", TEXT) if name == "llama" else ARCHITECTURES[name]
+    make(tmp_path / "m", family, torch.bfloat16, num_labels=64)
+    head = "score" if name == "llama" else "classifier"
+    done = prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8"))
+    assert done.dense[head] == HEAD_OF_TASK
+    assert prune_checkpoint(tmp_path / "m", tmp_path / "f", by_magnitude("6:8", "bf16")).patterns[head] == "6:8"

@@ -14,15 +14,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from checkpoints import add_tokenizer, make_checkpoint, write_text
+from architectures import ARCHITECTURES
+from checkpoints import add_tokenizer, edited_config, make_checkpoint, reverse_letters, write_text
+from small_models import make
 
 from slidesparse.base.ranks import Ranks
+from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.cli import main
-from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.errors import CheckpointError, InputError, UnsupportedError
+from slidesparse.offline.calibrate.calibration import load_tokenizer, tokens_of
+from slidesparse.offline.calibrate.texts import read_documents
 from slidesparse.recovery import own_chats
 from slidesparse.recovery.own_chats import ChatOptions, kept_chats, write_chats
 from slidesparse.recovery.prompts import FORMS, make_prompts
-from slidesparse.recovery.writers import SAMPLING, TransformersWriter, VllmWriter, writer_class
+from slidesparse.recovery.writers import SAMPLING, TransformersWriter, VllmWriter, end_tokens, writer_class
 
 TEMPLATE = "{% for one in messages %}({{ one.role }}) {{ one.content }}\n{% endfor %}(assistant) "
 
@@ -44,7 +49,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lines(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def test_each_prompt_gets_an_answer_of_its_own(model: Path, tmp_path: Path) -> None:
@@ -92,12 +97,12 @@ def test_what_a_model_cannot_take_is_said(model: Path, tmp_path: Path, caplog: p
 def test_padding_does_not_change_what_is_answered(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where sampling leaves the likeliest token alone, answers to prompts of several lengths are those to each."""
     monkeypatch.setitem(SAMPLING, "temperature", 1e-4)
-    writer = TransformersWriter(model / "base", 99, "cpu")
+    writer = TransformersWriter(model / "base", 99, "cpu", [])
     prompts = [[5, 6, 7], [9], [4, 8, 15, 16, 23, 42]]
     together = writer.answer(prompts, 6, seed=0)
     assert together == [writer.answer([one], 6, seed=1)[0] for one in prompts]
     (end,) = {together[0][2]}
-    writer.model.generation_config.eos_token_id = [end]
+    writer = TransformersWriter(model / "base", 99, "cpu", [end])
     assert writer.answer(prompts, 6, seed=0)[0] == together[0][: together[0].index(end) + 1]
 
 
@@ -167,9 +172,11 @@ class SamplingParams:
     """The arguments of vLLM's that are used, which are alike from 0.22.1 to 0.33."""
 
     def __init__(
-        self, *, temperature: float, min_p: float, seed: int | None, max_tokens: int | None, detokenize: bool
-    ) -> None:
+        self, *, temperature: float, min_p: float, seed: int | None, max_tokens: int | None, detokenize: bool,
+        stop_token_ids: list[int] | None,
+    ) -> None:  # fmt: skip
         self.seed = seed
+        assert stop_token_ids == [2]
 
 
 class LLM:
@@ -177,7 +184,8 @@ class LLM:
 
     def __init__(self, model: str, *, dtype: str = "auto", **engine_args: Any) -> None:
         assert Path(model, "config.json").exists()
-        assert engine_args.keys() == {"max_model_len", "max_num_seqs", "use_tqdm_on_load"}
+        assert engine_args.keys() == {"generation_config", "max_model_len", "max_num_seqs", "use_tqdm_on_load"}
+        assert engine_args["generation_config"] == "vllm"  # its own settings, not those of a file
         self.length = engine_args["max_model_len"]
 
     def generate(
@@ -195,10 +203,10 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_vllm_answers_with_a_seed_for_each(model: Path, vllm: None) -> None:
-    writer = VllmWriter(model / "base", 12, "cuda")
+    writer = VllmWriter(model / "base", 12, "cuda", [2])
     assert writer.answer([[1, 2], [3], [1, 2]], max_tokens=4, seed=7) == [[2, 7], [1, 8], [2, 9]]
     with pytest.raises(InputError, match="CUDA_VISIBLE_DEVICES=1"):
-        VllmWriter(model / "base", 12, "cuda:1")
+        VllmWriter(model / "base", 12, "cuda:1", [])
     assert writer_class("auto", "cpu") is TransformersWriter
 
 
@@ -213,6 +221,115 @@ def test_transformers_goes_on_where_vllm_ended(
     write_chats(model / "base", out, ChatOptions(5, prompts, max_tokens=8, writer="transformers"), "cpu")
     assert calls == [2, 1]
     assert len(lines(out)) == 5
+
+
+def test_what_was_read_and_written_is_trained_on(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the prompt opens a thought, the template cuts thoughts off, and the answer has special tokens."""
+    shutil.copytree(model / "base", tmp_path / "base")
+    thought = "{% for m in messages %}({{ m.role }}) {{ m.content.split('!')[-1] }}\n{% endfor %}"
+    opened = "{% if add_generation_prompt %}(assistant) ?{% endif %}"
+    (tmp_path / "base/chat_template.jinja").write_text(thought + opened)
+    tokenizer = load_tokenizer(tmp_path / "base")
+    written = tokenizer("so!<s>yes", add_special_tokens=False)["input_ids"] + [2]
+    monkeypatch.setattr(TransformersWriter, "answer", lambda self, prompts, *_: [written for _ in prompts])
+    write_chats(tmp_path / "base", out := tmp_path / "chats.jsonl", ChatOptions(2, str(model / "prompts.txt")), "cpu")
+    documents = read_documents(out)
+    assert [one[-1]["content"] for one in documents] == ["so!yes"] * 2
+    text = tokenizer.decode(tokens_of(documents, tokenizer))
+    asked = [line for line in (model / "prompts.txt").read_text().split("\n") if line][:2]
+    assert text == "".join(f"(user) {one}\n(assistant) ?so!<s>yes</s>" for one in asked)
+    # A chat that was changed by hand is read by the template, and so is all of it with another tokenizer.
+    out.write_text(out.read_text().replace("window", "wall"))
+    changed = tokenizer.decode(tokens_of(read_documents(out), tokenizer))
+    assert changed.startswith("(user) What is a wall?\n(assistant) yes\n(user) Name four")
+    reverse_letters(tmp_path / "base")
+    other = load_tokenizer(tmp_path / "base")
+    assert "<s>" not in other.decode(tokens_of(documents, other))
+
+
+def test_an_answer_ends_where_any_file_says_and_nothing_else_of_a_file_steers_it(model: Path, tmp_path: Path) -> None:
+    plain = TransformersWriter(model / "base", 99, "cpu", []).answer([[5, 6, 7]], 12, seed=0)
+    shutil.copytree(model / "base", tmp_path / "base")
+    steered = {"num_beams": 3, "num_return_sequences": 2, "repetition_penalty": 9.0, "stop_strings": ["a"]}
+    steered |= {"max_length": 4, "suppress_tokens": [plain[0][0]], "eos_token_id": [90, 4000], "top_k": 1}
+    (tmp_path / "base/generation_config.json").write_text(json.dumps(steered))
+    with edited_config(tmp_path / "base") as config:
+        config["eos_token_id"] = 80
+    ends = end_tokens(Checkpoint(tmp_path / "base"), load_tokenizer(tmp_path / "base"))
+    assert ends == [2, 80, 90]  # and none beyond the model's rows
+    assert TransformersWriter(tmp_path / "base", 99, "cpu", []).answer([[5, 6, 7]], 12, seed=0) == plain
+
+
+def test_damaged_answers_are_written_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_batches: None
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    wanted = ChatOptions(3, str(model / "prompts.txt"), max_tokens=4)
+    path = kept_chats(model / "base", wanted, "cpu")
+    whole = path.read_bytes()
+    for damaged in (b"[]\n", b"", whole.replace(b"window", b"Window"), whole[: whole.rindex(b"{")], whole * 2):
+        path.write_bytes(damaged)
+        assert kept_chats(model / "base", wanted, "cpu") == path
+        assert path.read_bytes() == whole
+    path.unlink()
+    interrupted_at(monkeypatch, TransformersWriter, 1)
+    with pytest.raises(KeyboardInterrupt):
+        kept_chats(model / "base", wanted, "cpu")
+    (part,) = path.parent.glob("*.part")
+    part.write_bytes(part.read_bytes() * 3 + b"[]\n")
+    assert kept_chats(model / "base", wanted, "cpu").read_bytes() == whole
+    with edited_config(model / "base") as config:  # another end makes other chats
+        config["eos_token_id"] = 50
+    assert kept_chats(model / "base", wanted, "cpu") != path
+    with edited_config(model / "base") as config:
+        config["eos_token_id"] = 2
+
+
+def test_prompts_are_lines_and_a_template_that_fails_names_one(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("One\u2028still one\x0cand so on\nTwo", encoding="utf-8")
+    write_chats(model / "base", tmp_path / "out.jsonl", ChatOptions(2, str(tmp_path / "p.txt"), 2), "cpu")
+    assert [one["messages"][0]["content"] for one in lines(tmp_path / "out.jsonl")] == [
+        "One\u2028still one\x0cand so on",
+        "Two",
+    ]
+    shutil.copytree(model / "base", tmp_path / "base")
+    (tmp_path / "base/chat_template.jinja").write_text("{{ raise_exception('no') if messages|length > 1 }}x")
+    chats = [[{"role": "user", "content": "a"}] * times for times in (1, 2)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"messages": one}) + "\n" for one in chats))
+    with pytest.raises(CheckpointError, match=r"template fails on .*p\.jsonl, line 2"):
+        write_chats(tmp_path / "base", tmp_path / "x.jsonl", ChatOptions(2, str(tmp_path / "p.jsonl"), 2), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("count", 0), ("count", 10**9), ("max_tokens", 1 << 40), ("seed", -1), ("seed", 2**63)]
+)
+def test_numbers_that_make_no_sense(name: str, value: int) -> None:
+    with pytest.raises(InputError, match=r"; needed [01] to \d"):
+        ChatOptions(**{"count": 1, name: value})
+
+
+def test_a_template_that_writes_nothing(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model / "base", tmp_path / "base")
+    (tmp_path / "base/chat_template.jinja").write_text("{{ '' }}")
+    with pytest.raises(InputError, match="the chat template writes nothing"):
+        write_chats(tmp_path / "base", tmp_path / "x.jsonl", ChatOptions(1, str(model / "prompts.txt"), 2), "cpu")
+    assert [one.name for one in tmp_path.iterdir()] == ["base"]
+
+
+def test_a_run_without_an_answer_leaves_no_file(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted_at(monkeypatch, TransformersWriter, 0)
+    with pytest.raises(KeyboardInterrupt):
+        write_chats(model / "base", tmp_path / "x.jsonl", ChatOptions(1, str(model / "prompts.txt"), 2), "cpu")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gemma3", "llava"])
+def test_models_without_heads_and_with_text_inside_write(model: Path, tmp_path: Path, name: str) -> None:
+    make(tmp_path / "base", ARCHITECTURES[name])
+    add_tokenizer(tmp_path / "base")
+    (tmp_path / "base/chat_template.jinja").write_text(TEMPLATE)
+    write_chats(tmp_path / "base", tmp_path / "out.jsonl", ChatOptions(3, str(model / "prompts.txt"), 3), "cpu")
+    assert len(lines(tmp_path / "out.jsonl")) == 3
 
 
 def test_a_vllm_that_fails_is_one_line(

@@ -8,6 +8,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Collection, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from architectures import ARCHITECTURES
 from checkpoints import (
     SMALL,
     add_tokenizer,
@@ -28,6 +30,7 @@ from checkpoints import (
     write_text,
 )
 from rank_processes import run_ranks
+from small_models import build, make
 
 import slidesparse
 from slidesparse.base.progress import quietly
@@ -35,9 +38,12 @@ from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.marker import Marker
 from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError, SlideSparseWarning, UnsupportedError
+from slidesparse.files.data_digest import data_digest
+from slidesparse.files.json_files import read_json, write_json
+from slidesparse.files.tensor_writer import TensorWriter, write_tensors
 from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.recovery import state
-from slidesparse.recovery.networks import StudentNetwork
+from slidesparse.recovery.networks import DenseNetwork, StudentNetwork
 from slidesparse.recovery.options import RecoverOptions
 from slidesparse.recovery.run import recover
 from slidesparse.recovery.state import State
@@ -131,6 +137,14 @@ def test_code_is_not_copied_and_named(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "not copied, other weights or code: modeling_x.py" in capsys.readouterr().err
 
 
+def test_advice_is_this_commands(tmp_path: Path) -> None:
+    make_pair(tmp_path)
+    (tmp_path / "pruned/link").symlink_to("/etc/hostname")
+    with pytest.raises(CheckpointError, match=r"link out of the source; got .*; put a copy in its place") as caught:
+        recover(tmp_path / "pruned", tmp_path / "base", tmp_path / "out", options(tmp_path))
+    assert "--links" not in str(caught.value)
+
+
 def test_the_first_line_says_what_is_trained_on(pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A budget that is no whole number of steps is rounded, and not in silence."""
     recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, tokens=300))
@@ -184,6 +198,61 @@ def test_an_interrupted_run_loses_no_step(pair: Path, tmp_path: Path, monkeypatc
         with pytest.raises(KeyboardInterrupt, match=r"keeps the state after step 4 of 6, and .* goes on from there"):
             recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair))
     assert (tmp_path / "out.partial/kept/step-00000004").exists()
+    recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair))
+    assert same_bytes(tmp_path / "whole", tmp_path / "out")
+
+
+def interrupted(pair: Path, out: Path, wanted: RecoverOptions) -> None:
+    """Interrupt a run in its fourth step."""
+    step = Training._step
+
+    def ends(self: Training, number: int, lr: float) -> Any:
+        if number == 3:
+            raise KeyboardInterrupt
+        return step(self, number, lr)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Training, "_step", ends)
+        with pytest.raises(KeyboardInterrupt):
+            recover(pair / "pruned", pair / "base", out, wanted)
+
+
+def test_a_text_is_known_by_what_is_in_it(pair: Path, tmp_path: Path) -> None:
+    text = shutil.copy(pair / "text.txt", tmp_path / "a.txt")
+    interrupted(pair, tmp_path / "out", options(pair, texts=(str(text),)))
+    assert not [one for one in (tmp_path / "out.partial").rglob("*") if one.is_file() and b"PROTO" in one.read_bytes()]
+    write_text(text, 901)
+    with pytest.raises(CheckpointError, match="another --text"):
+        recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, texts=(str(text),)))
+    moved = options(pair, texts=(str(shutil.copy(pair / "text.txt", tmp_path / "b.txt")),))
+    recover(pair / "pruned", pair / "base", tmp_path / "out", moved)
+    assert json.loads((tmp_path / "out/recover.json").read_text())["options"]["texts"] == ["b.txt"]
+
+
+@pytest.mark.parametrize("name", ["rank-0.safetensors", "progress.json"])
+def test_one_flipped_bit_of_a_state_is_found(pair: Path, tmp_path: Path, name: str) -> None:
+    interrupted(pair, tmp_path / "out", options(pair))
+    path = tmp_path / "out.partial/kept/step-00000003" / name
+    content = bytearray(path.read_bytes())
+    content[content.index(b".", content.index(b"losses")) + 1 if name.endswith("json") else -3] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"damaged; got other .*; remove .*out.partial and run again"):
+        recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair))
+
+
+def test_a_state_of_several_processes_is_taken_over_by_one(pair: Path, tmp_path: Path) -> None:
+    """Each of them writes its rows, the last one perhaps fewer."""
+    recover(pair / "pruned", pair / "base", tmp_path / "whole", options(pair))
+    interrupted(pair, tmp_path / "out", options(pair))
+    kept = tmp_path / "out.partial/kept/step-00000003"
+    values = safetensors.torch.load_file(kept / "rank-0.safetensors")
+    digests = []
+    for rank in range(3):
+        parts = {name: (one.tensor_split([30, 60])[rank] if one.dim() else one) for name, one in values.items()}
+        write_tensors(kept / f"rank-{rank}.safetensors", parts)
+        digests.append({name: data_digest(one) for name, one in parts.items()})
+    content = {"progress": read_json(kept / "progress.json")["progress"], "digests": digests}
+    write_json(kept / "progress.json", {**content, "seal": state._seal(content)})
     recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair))
     assert same_bytes(tmp_path / "whole", tmp_path / "out")
 
@@ -378,6 +447,29 @@ def test_minutes_are_a_budget_too(pair: Path, tmp_path: Path) -> None:
     assert found.seconds >= 1.2
 
 
+@pytest.mark.parametrize("train", ["body", "all"])
+def test_a_bias_of_the_output_embedding_counts(tmp_path: Path, train: Any) -> None:
+    """However small it is."""
+    make(tmp_path / "base", ARCHITECTURES["phi"], max_position_embeddings=256)
+    values = tensors(tmp_path / "base")
+    (head,) = (name for name in values if name.endswith("lm_head.bias"))
+    values[head] = torch.linspace(0, 0.1, 96).bfloat16()
+    safetensors.torch.save_file(values, tmp_path / "base/model.safetensors", {"format": "pt"})
+    add_tokenizer(tmp_path / "base")
+    write_text(tmp_path / "text.txt", 900)
+    prune_checkpoint(tmp_path / "base", tmp_path / "pruned", by_magnitude("2:4", "bf16"))
+    wanted = options(tmp_path, steps=3, train=train)
+    found = recover(tmp_path / "pruned", tmp_path / "base", tmp_path / "out", wanted)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    ids = read_windows(tmp_path / "base", model.config, wanted).evaluation.long()
+    with torch.no_grad():
+        logits = model(ids).logits[:, :-1]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    assert float(loss) == pytest.approx(found.before["dense_loss"], rel=1e-5)
+    assert found.after["kl"] < found.before["kl"]
+    assert torch.equal(tensors(tmp_path / "out")[head], values[head]) == (train == "body")
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -450,6 +542,77 @@ def test_a_model_that_is_not_pruned(pair: Path, tmp_path: Path) -> None:
             recover(tmp_path / name, pair / "base", tmp_path / "out", options(pair))
 
 
+@pytest.mark.parametrize("scale", [1.001, 4.0])
+def test_models_that_scale_their_logits(tmp_path: Path, scale: float) -> None:
+    make(tmp_path / "base", ARCHITECTURES["granite"], logits_scaling=scale)
+    add_tokenizer(tmp_path / "base")
+    write_text(tmp_path / "text.txt", 900)
+    prune_checkpoint(tmp_path / "base", tmp_path / "pruned", by_magnitude("2:4", "bf16"))
+    refused(tmp_path, "Granite.* cannot be trained here; got logits that are not the product")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_plain"),
+    [("llama4-text", False), ("blip2", False), ("gemma2", True), ("recurrentgemma", False), ("cohere", False)],
+)
+def test_logits_of_other_forms(name: str, is_plain: bool) -> None:
+    """Recurrent Gemma caps them under another name, and small ones hardly change by it."""
+    network = DenseNetwork(build(ARCHITECTURES[name]).float().eval())
+    with nullcontext() if is_plain else pytest.raises(InputError, match="cannot be trained here"):
+        network.require_plain_head(torch.arange(16)[None])
+
+
+def test_a_model_with_an_encoder_is_refused(pair: Path, tmp_path: Path) -> None:
+    make(tmp_path / "base", ARCHITECTURES["bart"])
+    prune_checkpoint(tmp_path / "base", tmp_path / "pruned", by_magnitude("2:4", "bf16"))
+    with pytest.raises(InputError, match="BartForConditionalGeneration cannot be trained here"):
+        recover(tmp_path / "pruned", tmp_path / "base", tmp_path / "out", options(pair))
+
+
+@pytest.mark.parametrize("name", ["base", "pruned"])
+def test_predictions_that_are_no_numbers(pair: Path, tmp_path: Path, name: str) -> None:
+    """Weights of finite size that overflow, and ones that are NaN; before the text is read."""
+    for one in ("base", "pruned", "text.txt"):
+        (shutil.copytree if one != "text.txt" else shutil.copy)(pair / one, tmp_path / one)
+    values = tensors(tmp_path / name)
+    for value, said in ((3e38, "predicts? NaN or Inf"), (torch.nan, "NaN or Inf")):
+        values["model.norm.weight"][:] = value
+        safetensors.torch.save_file(values, tmp_path / name / "model.safetensors", {"format": "pt"})
+        with pytest.raises(SlideSparseError, match=said):
+            recover(tmp_path / "pruned", tmp_path / "base", tmp_path / "out", options(tmp_path))
+        assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_result_without_numbers_is_none(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate, calls = Training.evaluate, []
+
+    def overflows(self: Training) -> dict[str, float]:
+        calls.append(evaluate(self))
+        return calls[-1] if len(calls) == 1 else {**calls[-1], "kl": torch.inf}
+
+    monkeypatch.setattr(Training, "evaluate", overflows)
+    with pytest.raises(InputError, match=r"training ended in NaN or Inf; got kl inf, .*; use a lower --lr"):
+        recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, steps=1))
+    assert not (tmp_path / "out").exists()
+
+
+def test_refusals_come_before_the_text_is_read(pair: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is the source or lies inside it"):
+        recover(pair / "pruned", pair / "base", pair / "base/out", options(pair, texts=("missing.txt",)))
+    values = tensors(pair / "pruned")
+    shutil.copytree(pair / "pruned", tmp_path / "pruned")
+    values["model.layers.1.mlp.down_proj.weight"][:] = 1
+    safetensors.torch.save_file(values, tmp_path / "pruned/model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=r"down_proj\.weight violates 2:4"):
+        recover(tmp_path / "pruned", pair / "base", tmp_path / "out", options(pair, texts=("missing.txt",)))
+    for name in values:
+        if "_proj" in name:
+            values[name] = torch.zeros_like(values[name]) if "q_proj" in name else torch.ones_like(values[name])
+    safetensors.torch.save_file(values, tmp_path / "pruned/model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match="is not pruned; got no zeros"):  # one that is all zero shows no pattern
+        recover(tmp_path / "pruned", pair / "base", tmp_path / "out", options(pair, texts=("missing.txt",)))
+
+
 def test_models_and_texts_that_cannot_be_used(pair: Path, tmp_path: Path) -> None:
     make_w8a8(pair / "base", tmp_path / "int8")
     (tmp_path / "short.txt").write_text("a few words")
@@ -468,6 +631,7 @@ def test_models_and_texts_that_cannot_be_used(pair: Path, tmp_path: Path) -> Non
         ({"tokens": 100}, "--tokens; got 100; needed 256 or more, those of a step"),
         ({"rounding": "6bit"}, "--rounding 6bit; got --dtype None"),
         *(({name: value}, f"--{name}; got") for name, value in (("window", 1), ("lr", -1.0), ("batch", 16))),
+        *(({name: value}, f"--{name}; got") for name, value in (("tokens", 10**16), ("lr", 1e9), ("batch", 1 << 60))),
         *(({"train": "some"}, "--train; got"), ({"eval_windows": 0}, "--eval-windows; got")),
     ],
 )
@@ -477,17 +641,18 @@ def test_options_that_cannot_be_used(pair: Path, changes: dict[str, Any], said: 
 
 
 def test_a_full_disk_keeps_the_last_state(pair: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    save, saved = state.save, []
+    saved: list[Path] = []
 
-    def full(*args: Any, **named: Any) -> Any:
-        if len(saved) == 2:
-            raise OSError(28, "No space left on device")
-        saved.append(named)
-        return save(*args, **named)
+    class Full(TensorWriter):
+        def __init__(self, path: Path, tensors: Any) -> None:
+            if len(saved) == 2:
+                raise OSError(28, "No space left on device")
+            saved.append(path)
+            super().__init__(path, tensors)
 
     wanted = options(pair, save_minutes=1e-9)
     with monkeypatch.context() as patch:
-        patch.setattr(state, "save", full)
+        patch.setattr(state, "TensorWriter", Full)
         with pytest.raises(CheckpointError, match=r"the disk of .* is full; got No space left"):
             recover(pair / "pruned", pair / "base", tmp_path / "out", wanted)
     assert [one.name for one in (tmp_path / "out.partial/kept").glob("step-*")] == ["step-00000002"]

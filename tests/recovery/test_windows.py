@@ -25,7 +25,7 @@ from slidesparse.offline.calibrate.calibration import (
     load_tokenizer,
     tokens_before,
 )
-from slidesparse.recovery.options import RecoverOptions
+from slidesparse.recovery.options import RecoverOptions, parse_amount
 from slidesparse.recovery.windows import Windows, read_windows
 
 CONFIG = transformers.LlamaConfig(**SMALL)
@@ -159,9 +159,16 @@ def test_texts_are_mixed_by_weights(tmp_path: Path) -> None:
     assert text.names == "a.txt, b.txt"
 
 
-def test_a_weight_that_is_none() -> None:
-    with pytest.raises(InputError, match=r"weight of a\.txt; got 0; needed a number above 0"):
-        weighted("a.txt:0")
+@pytest.mark.parametrize("weight", ["0", "1e300", "1e-300", "inf", "nan"])
+def test_a_weight_that_is_none(weight: str) -> None:
+    with pytest.raises(InputError, match=rf"weight of a\.txt; got {weight}; needed 1e-06 to 1e\+06"):
+        weighted(f"a.txt:{weight}")
+
+
+@pytest.mark.parametrize("amount", ["0", "1e9", "9" * 400, "1.5T", ""])
+def test_an_amount_that_is_none(amount: str) -> None:
+    with pytest.raises(InputError, match="needed a number above 0, such as"):
+        parse_amount(amount)
 
 
 def test_a_record_names_files_without_their_folders_and_data_sets_whole(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 from secrets import token_hex
 
@@ -47,12 +48,14 @@ def read_whole(path: Path, largest: int) -> bytes:
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file atomically: readers, and a crash, see the old content or the new one.
 
-    A link under the file's name is replaced, not followed. Folders above it are made.
+    A link under the file's name is replaced, not followed; a file keeps its mode. Folders above it are made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{token_hex(8)}.tmp")
     try:
         with os.fdopen(os.open(temporary, NEW_FILE, 0o666), "wb") as file:
+            if path.is_file() and not path.is_symlink():
+                os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode) & 0o777)
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())

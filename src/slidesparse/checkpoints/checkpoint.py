@@ -156,8 +156,11 @@ def _lacks_file(folder: Path, what: str, remedy: str) -> CheckpointError:
 
 def _lacks_weights(folder: Path, what: str) -> CheckpointError:
     pickled = any(file.suffix in PICKLES for file in folder.iterdir())
-    convert = "convert the weights to safetensors first: transformers' from_pretrained(), then save_pretrained()"
-    return _lacks_file(folder, what, convert if pickled else "fetch the weights")
+    remedy = "convert the weights to safetensors first: transformers' from_pretrained(), then save_pretrained()"
+    if others := sorted(file.name for file in folder.glob("*.safetensors")):
+        what += f", but {', '.join(others[:3])}"
+        remedy = f"fetch {INDEX_FILE}, or rename the weights to {SINGLE_FILE}"
+    return _lacks_file(folder, what, remedy if pickled or others else "fetch the weights")
 
 
 def _gguf(path: Path) -> CheckpointError:

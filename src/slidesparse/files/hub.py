@@ -12,8 +12,9 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from slidesparse.base.log import LOG
 from slidesparse.base.other_libraries import need
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import bars_shown
@@ -22,6 +23,9 @@ from slidesparse.errors import CheckpointError, InputError, first_line
 TEXTS = ("*.json", "*.jinja", "*.jsonl", "*.model", "*.tiktoken", "*.txt")
 FETCHED = (*TEXTS, "*.md", "*LICENSE*", "*LICENCE*", "*NOTICE*", "*.safetensors")
 """Patterns of the files that are fetched."""
+
+INDISPENSABLE = ("config.json", "*.safetensors", "*.safetensors.index.json")
+"""Patterns of the files without which a cache has no model; a server may have fetched no others."""
 
 OTHER_WEIGHTS = ("original/*", "onnx/*", "openvino/*", "coreml/*", "consolidated*")
 """The same weights for other programs."""
@@ -71,16 +75,15 @@ def _fetched(repository: str, revision: str | None) -> Path:
     hub, utils = (need(name, what=what) for name in ("huggingface_hub", "huggingface_hub.utils"))
     if not bars_shown():
         utils.disable_progress_bars()
+    how = {"revision": revision, "library_name": "slidesparse", "ignore_patterns": [*OTHER_WEIGHTS]}
     with _explained(repository, revision):
-        return Path(
-            hub.snapshot_download(
-                repository,
-                revision=revision,
-                library_name="slidesparse",
-                allow_patterns=[*FETCHED],
-                ignore_patterns=[*OTHER_WEIGHTS],
-            )
-        )
+        try:
+            return Path(hub.snapshot_download(repository, allow_patterns=[*FETCHED], **how))
+        except utils.LocalEntryNotFoundError as error:
+            wanted: dict[str, Any] = {"allow_patterns": [*INDISPENSABLE], "local_files_only": True}
+            found = Path(hub.snapshot_download(repository, **wanted, **how))
+            LOG.warning("%s is read from the cache, without what is not there: %s", repository, first_line(error))
+            return found
 
 
 def hub_model(folder: Path) -> HubModel | None:
@@ -118,6 +121,6 @@ def _explained(repository: str, revision: str | None) -> Iterator[None]:
             remedy = "correct the name; a private model needs HF_TOKEN"
         elif constants.HF_HUB_OFFLINE:
             what = f"there is no folder {repository}, and not all of such a model is in the cache"
-            got = "HF_HUB_OFFLINE, so nothing is fetched"
+            got = f"HF_HUB_OFFLINE, so nothing is fetched ({got})"
             remedy = "correct the name, or fetch the model without HF_HUB_OFFLINE"
         raise CheckpointError(what, got=got, needed=needed, remedy=remedy) from error

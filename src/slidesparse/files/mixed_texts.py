@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from slidesparse.errors import InputError
 
+MOST = 1e6
+"""Largest weight, and one over the smallest."""
+
 
 @dataclass(frozen=True)
 class WeightedText:
@@ -36,19 +39,20 @@ def weighted(text: str) -> WeightedText:
         return WeightedText(text)
     if not colon or not file or os.path.lexists(text):
         return WeightedText(text)
-    if not 0 < weight < math.inf:
-        raise InputError(f"weight of {file}", got=end, needed="a number above 0")
+    if not 1 / MOST <= weight <= MOST:
+        raise InputError(f"weight of {file}", got=end, needed=f"{1 / MOST:g} to {MOST:g}")
     return WeightedText(file, weight)
 
 
 def without_folder(text: str) -> str:
     """Remove the folder from ``FILE`` or ``FILE:WEIGHT``; names of data sets stay as they are.
 
-    >>> without_folder("owner/data:python")
-    'owner/data:python'
+    >>> without_folder("owner/data:python"), without_folder("/moved/away.txt:2")
+    ('owner/data:python', 'away.txt:2')
     """
     file = weighted(text).file
-    return os.path.basename(os.path.abspath(file)) + text[len(file) :] if os.path.lexists(file) else text
+    is_path = os.path.lexists(file) or file.startswith(("/", ".", "~"))
+    return os.path.basename(os.path.abspath(file)) + text[len(file) :] if is_path else text
 
 
 def shares(texts: Sequence[WeightedText], total: int) -> list[int]:

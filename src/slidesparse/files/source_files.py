@@ -88,7 +88,7 @@ class SourceFiles:
                 replace_file(target, json.dumps(without, indent=2, ensure_ascii=False))
 
 
-def survey(folder: Path, rewritten: Collection[str], links: Links = "refuse") -> SourceFiles:
+def survey(folder: Path, rewritten: Collection[str], links: Links | None = "refuse") -> SourceFiles:
     """Check all files of a source, before anything is done with them.
 
     Names that begin with a dot are passed over: ``.git``, ``.cache``. Weights in folders that ``modules.json`` names
@@ -97,7 +97,8 @@ def survey(folder: Path, rewritten: Collection[str], links: Links = "refuse") ->
     Args:
         folder: The checkpoint.
         rewritten: Names of the files that pruning writes anew: config.json, the index, the shards.
-        links: Treatment of links out of the folder. A hub's cache, whose snapshots link to its blobs, has none.
+        links: Treatment of links out of the folder; None: a command without ``--links`` refuses them. A hub's cache,
+            whose snapshots link to its blobs, has none.
 
     Raises:
         CheckpointError: A link leads out and is refused, or leads nowhere or to a folder; or an entry is no file, or
@@ -156,7 +157,7 @@ def _is_left_out(name: Path, modules: list[Path]) -> bool:
     return WEIGHTS.search(name.name) is not None and not any(module in name.parents for module in modules)
 
 
-def _refused_link(link: Path, path: str, links: Links, inside: list[str]) -> CheckpointError | None:
+def _refused_link(link: Path, path: str, links: Links | None, inside: list[str]) -> CheckpointError | None:
     """Return the error for a link to a path that is not followed, else None."""
     remedy = "remove it, or leave it out with --links skip"
     if not os.path.exists(path):
@@ -167,7 +168,7 @@ def _refused_link(link: Path, path: str, links: Links, inside: list[str]) -> Che
         return None
     else:
         why, remedy = "a link out of the source", "copy what is there with --links copy, or leave it out with skip"
-    return CheckpointError(f"{link} is {why}", got=path, remedy=remedy)
+    return CheckpointError(f"{link} is {why}", got=path, remedy=remedy if links else "put a copy in its place")
 
 
 def without_code(value: Any) -> Any:

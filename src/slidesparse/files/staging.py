@@ -108,22 +108,23 @@ def staged(destination: Path, source: Path, record: Mapping[str, Any], n_bytes: 
     destination = new_folder(destination, source)
     work = Workplace(partial_folder(destination))
     made = _make(work.path)
-    try:
-        with locked(work.path, "writing"), write_errors(work.path, "free some space and run again: it resumes"):
+    with locked(work.path, "writing"), write_errors(work.path, "free some space and run again: it resumes"):
+        try:  # only here: who has no lock removes nothing
             stored = _as_stored(record)
             _refuse_another_run(work, stored)
             with _left_in_order(work, destination):
                 _begin(work, stored)
                 require_space(destination, n_bytes - work.size())
                 yield work
+                _keep_modes(work.output, source)
                 _sync_all(work.output)
                 work.output.rename(destination)  # fails where something else has made it meanwhile
                 _sync(destination.parent)
             shutil.rmtree(work.path, ignore_errors=True)
-    finally:
-        for folder in made:
-            with contextlib.suppress(OSError):
-                folder.rmdir()  # only where it is empty
+        finally:
+            for folder in made:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()  # only where it is empty
 
 
 @contextmanager
@@ -343,6 +344,14 @@ def _with_what_is_kept(work: Workplace, destination: Path) -> Iterator[None]:
 def _clear(partial: Path) -> None:
     for path in partial.iterdir():
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _keep_modes(output: Path, source: Path) -> None:
+    """Let nobody read a file of the output who could not read the source's: that of its name, or config.json."""
+    for path in (output, *output.rglob("*")):
+        known = (source / path.relative_to(output), source / "config.json", source)
+        for like in [one for one in known if one.exists() and one.is_dir() == path.is_dir()][:1]:
+            path.chmod(path.stat().st_mode & 0o777 & (like.stat().st_mode | 0o700))
 
 
 def _sync_all(folder: Path) -> None:

@@ -17,6 +17,11 @@ MODEL_TYPES = frozenset(
 
 HEAD_IN_FLOATS = "an output embedding that vLLM, or one of its releases, holds in floats"
 
+TASKS = ("Classification", "QuestionAnswering", "MultipleChoice", "Prediction")
+"""Ends of the names of classes whose heads answer with scores."""
+
+HEAD_OF_TASK = "a head of scores, which vLLM holds in floats"
+
 LINEARS = ("in_proj", "x_proj", "dt_proj", "out_proj")
 """The linears of a mixer of Mamba's first version (vLLM's model_executor/layers/mamba/mamba_mixer.py makes all without
 a quant_config). Mixers of the second version have neither ``x_proj`` nor ``dt_proj``."""
@@ -30,6 +35,20 @@ def float_heads(model: nn.Module) -> dict[str, str]:
         return {}
     head = output_embedding(model)
     return {name: HEAD_IN_FLOATS for name, module in model.named_modules() if module is head}
+
+
+def heads_of_tasks(model: nn.Module) -> dict[str, str]:
+    """Return the linears of a classifier's head, with the reason: whatever their size, vLLM builds them without scales.
+
+    They are all linears of such a class of transformers that are not in its base model
+    (vLLM's model_executor/models/adapters.py, and bert.py, roberta.py and modernbert.py).
+    """
+    base = getattr(model, "base_model", model)
+    if base is model or not type(model).__name__.endswith(TASKS):
+        return {}
+    inside = {id(one) for one in base.modules()}
+    linears = ((name, one) for name, one in model.named_modules() if isinstance(one, nn.Linear))
+    return {name: HEAD_OF_TASK for name, one in linears if id(one) not in inside}
 
 
 def linears_of_float_mixers(model: nn.Module) -> dict[str, str]:

@@ -30,7 +30,13 @@ from slidesparse.models.causal import require_causal
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.packed_mixture import PackedMixture
 from slidesparse.models.perplexity import Perplexity, check_windows, logits_of, measure_perplexity, windows
-from slidesparse.offline.calibrate.calibration import check_tokens, encode, load_tokenizer, positions, tokens_before
+from slidesparse.offline.calibrate.calibration import (
+    check_tokens,
+    load_tokenizer,
+    positions,
+    tokens_before,
+    tokens_of,
+)  # fmt: skip
 from slidesparse.offline.calibrate.texts import as_text, read_documents
 from slidesparse.weights.pattern import DENSE
 
@@ -158,9 +164,9 @@ def evaluate(
     model = load_any(source, where)
     measured = None
     if documents is not None:
-        content = as_text(documents, tokenizer)
-        tokens = encode(tokenizer, content, progress)
+        tokens = tokens_of(documents, tokenizer, progress)
         check_tokens(tokens, model.config, source.path)
+        content = as_text(documents, tokenizer)  # for the bytes of the text
         before = (tokens_before(tokenizer) if bos else tokens[:0]).to(where)
         measured = _perplexity(model, tokens.to(where), before, content, window, stride, batch, progress)
     scores = {} if harness is None else _run_tasks(harness, model, tokenizer, tasks, limit, batch)

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 
 from slidesparse.base.assignment import assign
+from slidesparse.base.counted import counted
+from slidesparse.base.log import LOG
 from slidesparse.base.progress import progress_bar
 from slidesparse.base.ranks import Ranks
 from slidesparse.checkpoints.check_tensors import check_finite
@@ -25,7 +27,7 @@ from slidesparse.offline.storage import TensorJob
 from slidesparse.pruning import Linears, get_pruner
 from slidesparse.weights.pattern import DENSE
 from slidesparse.weights.quant import dequantize, requantize, ternary_scale
-from slidesparse.weights.support import check_weight
+from slidesparse.weights.support import check_weight, satisfies
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,20 @@ def require_finite(plan: Plan, progress: bool | None) -> None:
         for name, n_bytes in sizes.items():
             check_finite(checkpoint.tensor(name), name)
             advance(n_bytes)
+
+
+def warn_of_filled(plan: Plan) -> None:
+    """Warn of a pruned source whose zeros were filled since, as by a merged adapter: it is pruned anew."""
+    checkpoint, filled = plan.source.checkpoint, []
+    for tensor, job in ((name, job) for jobs in plan.shards.values() for name, job in jobs.items()):
+        if job.pattern != DENSE:
+            stored = checkpoint.tensor(tensor)
+            parts = stored if stored.dim() == 3 else [stored]
+            weights = parts if job.expert is None else map(job.expert.matrix, parts)
+            filled += [tensor] * (not all(satisfies(one, job.pattern) for one in weights))
+    if filled:
+        names, number = ", ".join(filled[:3]), counted(len(filled), "tensor")
+        LOG.warning("%s of %s violate its own pattern, and are pruned anew: %s", number, checkpoint.path, names)
 
 
 def execute(

@@ -32,7 +32,7 @@ from slidesparse.models.targets import treated_head
 from slidesparse.offline.calibrate.calibration import digest, uses_default_text
 from slidesparse.offline.calibrate.smoothing import smooth_checkpoint
 from slidesparse.offline.estimate import describe_seconds, estimate_seconds
-from slidesparse.offline.execute import execute, require_finite
+from slidesparse.offline.execute import execute, require_finite, warn_of_filled
 from slidesparse.offline.model_card import FILE_NAME as CARD
 from slidesparse.offline.model_card import write_card
 from slidesparse.offline.outcome import PruneSummary
@@ -138,6 +138,8 @@ def prune_checkpoint(
     files, source_card = prepared.files.set_aside(CARD, "source")
     if made.layers is not None:
         require_finite(made, progress)
+    if made.source.marker is not None and ranks.is_first:
+        warn_of_filled(made)
     size = prepared.n_bytes + files.n_bytes
     if prepared.device.type == "cpu" and (seconds := estimate_seconds(made, prepared.device)) and seconds > 60:
         LOG.warning("calibrating on a CPU takes %s here", describe_seconds(seconds))

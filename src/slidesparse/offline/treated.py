@@ -14,7 +14,7 @@ from slidesparse.checkpoints.single_experts import single_experts
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.files.stored import STORED_NAMES
 from slidesparse.models.experts import LEAVE_DENSE
-from slidesparse.models.float_linears import float_heads, linears_of_float_mixers
+from slidesparse.models.float_linears import float_heads, heads_of_tasks, linears_of_float_mixers
 from slidesparse.models.parts import output_embedding
 from slidesparse.models.targets import IGNORED, Targets, find_targets, matches_entry, treated_head
 from slidesparse.models.weight_reads import read_without_calling
@@ -91,7 +91,7 @@ def _linears(source: Source, options: PruneOptions, storage: Storage) -> tuple[T
             got=f"nothing left to treat but {len(mixers)} linears of first Mamba mixers, which vLLM holds in floats",
             remedy="prune it with --dtype bf16, fp16 or fp32: the zeros are kept, and vLLM serves it dense",
         )
-    keep |= mixers
+    keep |= mixers | (heads_of_tasks(model) if storage.rounds else {})
     targets = find(entries)
     head = treated_head(model, targets.linears)
     if options.lm_head and head is None:

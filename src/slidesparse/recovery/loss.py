@@ -22,13 +22,15 @@ CHUNK = 1 << 28
 class Predictions:
     """Predictions of a model as the factors of its logits.
 
-    ``hidden`` are the hidden states after the last norm [tokens, width]; ``head`` is the weight of the output
-    embedding [vocabulary, width], of the same type; ``cap`` is Gemma 2's in ``cap * tanh(logits / cap)``.
+    ``hidden`` are the hidden states after the last norm [tokens, width]; ``head`` and ``bias`` are those of the output
+    embedding, [vocabulary, width] and [vocabulary], of the same type; ``cap`` is Gemma 2's in
+    ``cap * tanh(logits / cap)``.
     """
 
     hidden: torch.Tensor
     head: torch.Tensor
     cap: float | None = None
+    bias: torch.Tensor | None = None
 
     def first(self, tokens: int) -> Predictions:
         """Return the predictions for the first tokens."""
@@ -37,6 +39,7 @@ class Predictions:
     def logits(self, rows: slice) -> torch.Tensor:
         """Return the logits of some tokens: float32 [rows, vocabulary]."""
         logits = wide_product(self.hidden[rows], self.head.t())
+        logits = logits if self.bias is None else logits + self.bias
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
 
@@ -65,43 +68,43 @@ def distillation(
     student: Predictions, dense: Predictions, chunk: int = CHUNK, by: Callable[..., Any] = divergence
 ) -> torch.Tensor:
     """Return KL(dense || student) summed over tokens, a float32 scalar with gradients; ``by`` may be compiled."""
-    total: torch.Tensor = _Distillation.apply(student.hidden, student.head, student.cap, dense, chunk, by)
+    total: torch.Tensor = _Distillation.apply(student.hidden, student.head, student.bias, student.cap, dense, chunk, by)
     return total
 
 
 class _Distillation(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, head: torch.Tensor, cap: float | None, dense: Predictions, chunk: int,
-        by: Callable[..., Any],
+        ctx: Any, hidden: torch.Tensor, head: torch.Tensor, bias: torch.Tensor | None, cap: float | None,
+        dense: Predictions, chunk: int, by: Callable[..., Any],
     ) -> torch.Tensor:  # fmt: skip
-        student = Predictions(hidden.detach(), head.detach(), cap)
-        wants_hidden, wants_head = ctx.needs_input_grad[:2]
+        student = Predictions(hidden.detach(), head.detach(), cap, None if bias is None else bias.detach())
+        wants_hidden, wants_head, wants_bias = ctx.needs_input_grad[:3]
         of_hidden = torch.empty_like(hidden) if wants_hidden else None
         of_head = torch.zeros_like(head, dtype=torch.float32) if wants_head else None
+        of_bias = head.new_zeros(len(head), dtype=torch.float32) if wants_bias else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for rows in chunks(len(hidden), len(head), chunk):
             logits = student.logits(rows)
             kl, slope = by(logits, dense.logits(rows))
             total += kl
-            if of_hidden is None and of_head is None:
-                continue
             if cap is not None:
                 slope *= 1 - (logits / cap).square()
+            if of_bias is not None:
+                of_bias += slope.sum(0)
             slope = slope.to(hidden.dtype)
             if of_hidden is not None:
                 of_hidden[rows] = slope @ student.head
             if of_head is not None:
                 of_head += wide_product(slope.t(), student.hidden[rows])
-        ctx.save_for_backward(of_hidden, of_head)
-        ctx.head_dtype = head.dtype
+        ctx.save_for_backward(of_hidden, of_head, of_bias)
+        ctx.types = hidden.dtype, head.dtype, head.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, slope: torch.Tensor) -> Any:
-        of_hidden, of_head = ctx.saved_tensors
-        of_hidden = None if of_hidden is None else of_hidden * slope
-        return of_hidden, None if of_head is None else (of_head * slope).to(ctx.head_dtype), None, None, None, None
+        pairs = zip(ctx.saved_tensors, ctx.types, strict=True)
+        return *(None if one is None else (one * slope).to(dtype) for one, dtype in pairs), None, None, None, None
 
 
 @torch.no_grad()

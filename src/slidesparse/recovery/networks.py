@@ -22,12 +22,10 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from slidesparse.base.torch_private import compile_forms
 from slidesparse.checkpoints.check_tensors import check_finite
 from slidesparse.checkpoints.meta_model import MetaModel
-from slidesparse.errors import InputError
+from slidesparse.errors import CheckpointError, InputError, first_line
+from slidesparse.models.hooks import hooked
 from slidesparse.models.parts import text_config
 from slidesparse.recovery.loss import Predictions, compare, distillation, divergence
-
-SAME = 0.05
-"""Largest difference of logits that counts as rounding, as a share of their range: BF16 has 8 bits."""
 
 
 class Network(nn.Module):
@@ -38,11 +36,15 @@ class Network(nn.Module):
         self.model = model
         self.cap = getattr(text_config(model.config), "final_logit_softcapping", None)
 
+    @property
+    def decoder(self) -> Any:
+        """The part of the model that computes hidden states."""
+        return getattr(self.model, "get_decoder", lambda: self.model.base_model)()
+
     def predictions(self, ids: torch.Tensor) -> Predictions:
         """Return the predictions for tokens int64 [windows, window]: a row for each token."""
-        decoder = getattr(self.model, "get_decoder", lambda: self.model.base_model)()
-        hidden = decoder(input_ids=ids, use_cache=False)[0]
-        return Predictions(hidden.flatten(0, 1), self.model.get_output_embeddings().weight, self.cap)
+        hidden, head = self.decoder(input_ids=ids, use_cache=False)[0], self.model.get_output_embeddings()
+        return Predictions(hidden.flatten(0, 1), head.weight, self.cap, getattr(head, "bias", None))
 
 
 class DenseNetwork(Network):
@@ -55,13 +57,38 @@ class DenseNetwork(Network):
 
     @torch.no_grad()
     def require_plain_head(self, ids: torch.Tensor) -> None:
-        """Refuse a model that scales its logits, or adds a bias to them, with an InputError."""
-        plain = self(ids).logits(slice(None))
-        logits = self.model(input_ids=ids, use_cache=False).logits.float().flatten(0, 1)
-        if float((logits - plain).abs().max()) > SAME * float(logits.max() - logits.min()):
+        """Refuse a model whose logits are not the output embedding of its hidden states, or are not finite.
+
+        One pass shows what the parts read and give, to the bit: some models scale logits or hidden states in between.
+
+        Raises:
+            InputError: The logits are another function of the hidden states.
+            CheckpointError: Some are NaN or Inf.
+        """
+        what, seen = f"{type(self.model).__name__} cannot be trained here", dict[str, torch.Tensor]()
+
+        def see_decoder(_: Any, args: Any, out: Any) -> None:
+            seen["hidden"] = out[0]
+
+        def see_head(_: Any, args: Any, out: Any) -> None:
+            seen["read"], seen["given"] = args[0], out
+
+        head = self.model.get_output_embeddings()
+        try:
+            self(ids)  # several processes gather the output embedding
+            hooks = [self.decoder.register_forward_hook(see_decoder), head.register_forward_hook(see_head)]
+            with hooked(hooks):
+                logits = self.model(input_ids=ids, use_cache=False).logits
+        except (AttributeError, TypeError, ValueError) as error:  # a model of another kind
+            raise InputError(what, got=first_line(error), needed="a causal language model") from error
+        if not bool(logits.isfinite().all()):
+            raise CheckpointError(f"{type(self.model).__name__} of --dense predicts NaN or Inf", needed="finite logits")
+        given = seen["given"] if "given" in seen else logits.new_zeros(0)
+        given = given if self.cap is None else self.cap * torch.tanh(given / self.cap)
+        read, hidden = (seen.get(name, given) for name in ("read", "hidden"))
+        if not (torch.equal(given.float(), logits.float()) and torch.equal(read, hidden)):
             got = "logits that are not the product of hidden state and output embedding"
-            needed = "a model without a scale or a bias of logits"
-            raise InputError(f"{type(self.model).__name__} cannot be trained here", got=got, needed=needed)
+            raise InputError(what, got=got, needed="a model that does not scale its logits")
 
 
 class StudentNetwork(Network):

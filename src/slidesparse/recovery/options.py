@@ -28,7 +28,16 @@ over the width (maximal update parametrisation, arXiv 2203.03466)."""
 WARM_UP, START, LEAST = 0.1, 0.05, 0.1
 """Warm-up as a share of the run; the first and the last learning rate as shares of the peak."""
 
-AMOUNT = re.compile(r"(\d+(?:\.\d+)?)([kKMG]?)", re.ASCII)
+AMOUNT = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)([kKMG]?)", re.ASCII)
+
+WHOLE = {
+    **{"batch": (1, 1 << 27), "window": (2, 1 << 20), "eval_windows": (1, 1 << 20), "micro_batch": (1, 1 << 20)},
+    **{"tokens": (1, 10**15), "seed": (0, MAX_SEED)},
+}
+"""Options in whole numbers: the least and the most."""
+
+MOST = 1e6
+"""Most minutes, and the largest learning rate."""
 
 
 def parse_amount(text: str, name: str = "--tokens") -> int:
@@ -92,16 +101,14 @@ class RecoverOptions:
             raise InputError("nothing to train on", needed=needed, remedy="add --text FILE, or --self-chats N")
         if (self.tokens is None) == (self.minutes is None):
             raise InputError("the budget", needed="tokens or minutes", remedy="add --tokens 20M, or --minutes 15")
-        for name, least in (("batch", 1), ("window", 2), ("eval_windows", 1), ("micro_batch", 1), ("tokens", 1)):
+        for name, (least, most) in WHOLE.items():
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise InputError(_option(name), got=value, needed=f"{least} or more")
+            if value is not None and not least <= value <= most:
+                raise InputError(_option(name), got=value, needed=f"{least} to {most}")
         for name in ("minutes", "lr", "save_minutes"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise InputError(_option(name), got=value, needed="a number above 0")
-        if not 0 <= self.seed <= MAX_SEED:
-            raise InputError("--seed", got=self.seed, needed=f"0 to {MAX_SEED}")
+            if value is not None and not 0 < value <= MOST:
+                raise InputError(_option(name), got=value, needed=f"a number above 0, at most {MOST:g}")
         if self.batch < self.window:
             raise InputError("--batch", got=self.batch, needed=f"{self.window} tokens or more, those of a window")
         if self.tokens is not None and self.tokens < self.step_tokens:

@@ -9,25 +9,31 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import repeat, takewhile
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from slidesparse.base.cache_folder import cache_folder
 from slidesparse.base.device import usable_device
 from slidesparse.base.log import LOG
-from slidesparse.base.other_libraries import LOCAL, need
 from slidesparse.base.progress import progress_bar
 from slidesparse.base.ranks import ALONE, Ranks
+from slidesparse.base.typed_json import parse_json
 from slidesparse.base.version import __version__
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.identity import fingerprint
+from slidesparse.checkpoints.meta_model import model_class
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.offline.calibrate.calibration import ids_of, load_tokenizer, positions
-from slidesparse.offline.calibrate.chats import Chat, templated
-from slidesparse.offline.calibrate.texts import Document, read_documents
+from slidesparse.offline.calibrate.calibration import MAX_SEED, ids_of, load_tokenizer, positions
+from slidesparse.offline.calibrate.chats import Chat, templated, vocabulary_digest
+from slidesparse.offline.calibrate.texts import Document, document, read_documents
 from slidesparse.recovery.prompts import make_prompts
-from slidesparse.recovery.writers import SAMPLING, VllmWriter, WriterName, writer_class
+from slidesparse.recovery.writers import SAMPLING, VllmWriter, WriterName, end_tokens, writer_class
+
+MOST_CHATS, MOST_TOKENS = 10**8, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -49,14 +55,21 @@ class ChatOptions:
     writer: WriterName = "auto"
 
     def __post_init__(self) -> None:
-        if min(self.count, self.max_tokens) < 1:
-            raise InputError("--count, --self-chats, --max-tokens", got=min(self.count, self.max_tokens), needed="> 0")
+        for name, value, least, most in (
+            ("--count or --self-chats", self.count, 1, MOST_CHATS),
+            ("--max-tokens", self.max_tokens, 1, MOST_TOKENS),
+            ("--seed", self.seed, 0, MAX_SEED - MOST_CHATS),
+        ):
+            if not least <= value <= most:
+                raise InputError(name, got=value, needed=f"{least} to {most}")
 
 
 def write_chats(model: Path, path: Path, options: ChatOptions, device: str) -> None:
-    """Let a model write chats into a new file, one ``{"messages": [...]}`` a line.
+    """Let a model write chats into a new file, an object a line.
 
-    Answers are kept batch by batch in ``NAME.KEY.part``, from which the same options resume.
+    ``messages`` are the chat in words, ``tokens`` the numbers that the model read and wrote, and ``seal`` a digest of
+    both (:class:`slidesparse.offline.calibrate.chats.Chat`). Answers are kept batch by batch in ``NAME.KEY.part``, from
+    which the same options resume.
 
     Raises:
         InputError: The file exists or is being written; there are no prompts, or no chat template; or the model has too
@@ -67,41 +80,87 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str) -> N
     usable_device(device)
     tokenizer, asked, longest = load_tokenizer(model), _prompts(options), options.max_tokens
     ids, kind = _ids(model, tokenizer, asked, longest), writer_class(options.writer, device)
-    writer = kind(model, max(map(len, ids)) + longest, device)
-    part = path.with_name(f"{path.name}.{_key(model, options)}.part")
-    with open(part, "a+b") as file, progress_bar("answers", len(ids), unit="answers") as advance:
-        advance(first := _answers_in(file, part))
+    writer = kind(model, max(map(len, ids)) + longest, device, end_tokens(Checkpoint(model), tokenizer))
+    vocabulary = vocabulary_digest(tokenizer)
+    part = path.with_name(f"{path.name}.{_key(model, tokenizer, options)}.part")
+    with open(part, "a+b") as file:
+        first = _answers_in(file, part, ids, vocabulary)
         again = f"; {first} are there from an interrupted run" if first else ""
         LOG.warning("%d answers of at most %d tokens, by %s on %s%s", len(ids), longest, kind.name, device, again)
-        for start in range(first, len(ids), kind.at_once):
-            began, some = time.monotonic(), slice(start, start + kind.at_once)
-            answers = writer.answer(ids[some], longest, options.seed + start)
-            for chat, text in zip(asked[some], tokenizer.batch_decode(answers, skip_special_tokens=True), strict=True):
-                messages = [*chat, {"role": "assistant", "content": text}]
-                file.write(json.dumps({"messages": messages}, ensure_ascii=False).encode() + b"\n")
-            file.flush()
-            advance(len(answers))
-            if start == first and (left := len(ids) - start - len(answers)):
-                minutes = (time.monotonic() - began) / 60 / len(answers) * left
-                LOG.warning("about %.1f minutes for the other %d answers", minutes, left)
-        part.replace(path)
+        with _left_in_order(part), progress_bar("answers", len(ids), unit="answers") as advance:
+            advance(first)
+            for start in range(first, len(ids), kind.at_once):
+                began, some = time.monotonic(), slice(start, start + kind.at_once)
+                answers = writer.answer(ids[some], longest, options.seed + start)
+                texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+                tokens = [[*read, *answer] for read, answer in zip(ids[some], answers, strict=True)]
+                file.write(b"".join(map(_line, asked[some], texts, tokens, repeat(vocabulary))))
+                file.flush()
+                advance(len(answers))
+                if start == first and (left := len(ids) - start - len(answers)):
+                    minutes = (time.monotonic() - began) / 60 / len(answers) * left
+                    LOG.warning("about %.1f minutes for the other %d answers", minutes, left)
+            part.replace(path)
 
 
-def _answers_in(file: BinaryIO, part: Path) -> int:
-    """Lock a file, and return its number of answers."""
+@contextmanager
+def _left_in_order(part: Path) -> Iterator[None]:
+    """Remove a file after an exception if there is no answer in it."""
+    try:
+        yield
+    except BaseException:
+        if part.exists() and not part.stat().st_size:
+            part.unlink()
+        raise
+
+
+def _line(asked: Chat, text: str, tokens: list[int], vocabulary: str) -> bytes:
+    """Return the line of an answered chat."""
+    chat = Chat([*asked, {"role": "assistant", "content": text}], asked.tools, tokens=tokens)
+    tools = {} if chat.tools is None else {"tools": chat.tools}
+    line = {"messages": [*chat], **tools, "tokens": tokens, "seal": chat.sealed_by(vocabulary)}
+    return json.dumps(line, ensure_ascii=False).encode() + b"\n"
+
+
+def _answers_in(file: BinaryIO, part: Path, asked: list[list[int]], vocabulary: str) -> int:
+    """Lock a file, cut off what is no whole answer, as a kill leaves it, and return the number of answers."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise InputError(f"{part} is being written by another command") from error
-    whole = part.read_bytes()
-    file.truncate(whole.rfind(b"\n") + 1)  # without the line that a kill cut off
-    return whole.count(b"\n")
+    if not part.exists() or not os.path.samestat(os.fstat(file.fileno()), part.stat()):
+        raise InputError(f"{part} was finished by another command")
+    lines = part.read_bytes().splitlines(keepends=True)
+    pairs = zip(lines, asked, strict=False)
+    whole = [line for line, _ in takewhile(lambda pair: _is_answer(pair[0], vocabulary, pair[1]), pairs)]
+    file.truncate(sum(map(len, whole)))
+    return len(whole)
+
+
+def _is_answer(line: bytes, vocabulary: str, asked: Sequence[int] = ()) -> bool:
+    """Return whether a line is undamaged, of a model with this tokenizer, and answers the prompt of these tokens."""
+    try:
+        chat = document("chat", parse_json(line, "chat", non_finite=True))
+    except InputError:
+        return False
+    if not isinstance(chat, Chat) or not chat.has_tokens_of(vocabulary):
+        return False
+    return line.endswith(b"\n") and chat.tokens[: len(asked)] == [*asked]
+
+
+def _is_whole(path: Path, count: int, vocabulary: str) -> bool:
+    with open(path, "rb") as file:
+        return sum(_is_answer(line, vocabulary) for line in file) == count
 
 
 def kept_chats(model: Path, options: ChatOptions, device: str, ranks: Ranks = ALONE) -> Path:
     """Return the file of a model's chats in the user's cache folder; the first process writes a missing one."""
-    path = cache_folder() / "chats" / f"{model.name}-{options.count}-{_key(model, options)}.jsonl"
+    tokenizer = load_tokenizer(model)
+    path = cache_folder() / "chats" / f"{model.name}-{options.count}-{_key(model, tokenizer, options)}.jsonl"
     with ranks.first_alone():
+        if ranks.is_first and path.exists() and not _is_whole(path, options.count, vocabulary_digest(tokenizer)):
+            LOG.warning("%s is damaged, and is written again", path)
+            path.unlink()
         if ranks.is_first and not path.exists():
             path.parent.mkdir(mode=0o700, exist_ok=True)
             write = _write_in_child if writer_class(options.writer, device) is VllmWriter else write_chats
@@ -121,12 +180,14 @@ def _write_in_child(model: Path, path: Path, options: ChatOptions, device: str) 
         raise UnsupportedError("vLLM wrote no chats", remedy="see above; or: slidesparse chats --writer transformers")
 
 
-def _key(model: Path, options: ChatOptions) -> str:
+def _key(model: Path, tokenizer: Any, options: ChatOptions) -> str:
     """Return a digest of everything that decides the chats; vLLM and transformers resume from each other."""
     checkpoint, prompts = Checkpoint(model), options.prompts and read_documents(options.prompts)
-    decides = [__version__, asdict(replace(options, prompts=None, writer="auto")), SAMPLING, prompts]
+    asked = [[one, getattr(one, "tools", None)] for one in prompts or ()]
+    decides = [__version__, asdict(replace(options, prompts=None, writer="auto")), SAMPLING, asked]
+    read = [vocabulary_digest(tokenizer), str(tokenizer.chat_template), end_tokens(checkpoint, tokenizer)]
     weights = fingerprint(checkpoint, checkpoint.config)
-    return hashlib.sha256(json.dumps([weights, *decides]).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([weights, *read, *decides]).encode()).hexdigest()[:16]
 
 
 def _prompts(options: ChatOptions) -> list[Chat]:
@@ -137,10 +198,14 @@ def _prompts(options: ChatOptions) -> list[Chat]:
     else:
         documents = read_documents(options.prompts)
         if len(documents) == 1 and isinstance(documents[0], str):
-            documents = [*documents[0].splitlines()]
-    chats = ([{"role": "user", "content": one}] if isinstance(one, str) else one for one in documents)
+            documents = [*documents[0].split("\n")]  # not at what else Python takes for the end of a line
+    chats = (Chat([{"role": "user", "content": one}]) if isinstance(one, str) else one for one in documents)
     ends = ((chat, max((i for i, one in enumerate(chat, 1) if one["role"] == "user"), default=0)) for chat in chats)
-    usable = [chat[:end] for chat, end in ends if end and chat[end - 1]["content"].strip()]
+    usable = [
+        Chat(chat[:end], chat.tools, chat.where)
+        for chat, end in ends
+        if end and chat[end - 1].get("content", "").strip()
+    ]
     if not usable:
         raise InputError(f"{options.prompts} holds no prompts", needed="lines, or chats in which a user says something")
     return [usable[i % len(usable)] for i in range(options.count)]
@@ -148,10 +213,14 @@ def _prompts(options: ChatOptions) -> list[Chat]:
 
 def _ids(model: Path, tokenizer: Any, asked: list[Chat], max_tokens: int) -> list[list[int]]:
     """Return prompts as token numbers, cut to the last ones where a model has no room for more before the answer."""
-    room = positions(need("transformers").AutoConfig.from_pretrained(str(model), **LOCAL), 1 << 20) - max_tokens
+    room = positions(model_class(Checkpoint(model))[1], 2 * MOST_TOKENS) - max_tokens
     if room < 1:
         raise InputError("--max-tokens", got=max_tokens, needed=f"less than {room + max_tokens}, which {model} reads")
     ids = ids_of(tokenizer, templated(asked, tokenizer, to_answer=True), add_special_tokens=False)
+    for chat, one in zip(asked, ids, strict=True):
+        if not one:
+            where = f" on {chat.where}" if chat.where else ""
+            raise InputError(f"the chat template writes nothing{where}", remedy=f"mend that of {model}")
     if cut := sum(len(one) > room for one in ids):
         LOG.warning("%d prompts are cut to their last %d tokens: the model has no room for more", cut, room)
     return [one[-room:] for one in ids]

@@ -99,7 +99,8 @@ class Pair:
         """Make the student's linears round as when served."""
         marker = Marker.require(self.pruned.config, self.pruned.path)
         if find_experts(self.student.model):
-            raise InputError(f"--dtype {options.dtype}", got="a mixture of experts", remedy="leave it out")
+            remedy = "leave out --dtype and --rounding"
+            raise InputError(f"--dtype {options.dtype}", got="a mixture of experts", remedy=remedy)
         dtype = parse_dtype(options.dtype or "int8")
         linears = self.student.linears(marker)
         roundings = {name: rounding_of(options.rounding, marker.pattern_of(name), marker.pattern) for name in linears}
@@ -113,8 +114,7 @@ def _meta_model(checkpoint: Checkpoint) -> MetaModel:
     refuse_faults(meta, checkpoint)
     meta.tie()
     model: Any = meta.model
-    if not all(callable(getattr(model, f"get_{end}_embeddings", None)) for end in ("input", "output")) or (
-        model.get_output_embeddings() is None
-    ):
+    has_both = all(callable(getattr(model, f"get_{end}_embeddings", None)) for end in ("input", "output"))
+    if not has_both or model.get_output_embeddings() is None or getattr(model.config, "is_encoder_decoder", False):
         raise InputError(f"{type(model).__name__} cannot be trained here", needed="a causal language model")
     return meta

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,10 +24,10 @@ from slidesparse.checkpoints.checkpoint import INDEX_FILE
 from slidesparse.checkpoints.expert_tensors import ExpertReader
 from slidesparse.checkpoints.identity import fingerprint
 from slidesparse.errors import InputError, UnsupportedError, first_line
-from slidesparse.files.json_files import read_json, write_json
 from slidesparse.files.mixed_texts import without_folder
 from slidesparse.files.source_files import survey
 from slidesparse.files.staging import Workplace, new_folder, staged_together
+from slidesparse.models.causal import vocabulary_of
 from slidesparse.models.parts import text_config
 from slidesparse.offline.calibrate.calibration import positions
 from slidesparse.recovery.memory import Fit, fit_memory
@@ -41,7 +42,7 @@ from slidesparse.recovery.trained import has_held_zeros
 from slidesparse.recovery.training import MOST_LEFT_OUT, Training
 from slidesparse.recovery.windows import Windows, read_windows
 
-WINDOWS, BEFORE = "windows.safetensors", "before.json"
+WINDOWS = "windows.safetensors"
 
 
 def recover(
@@ -72,38 +73,47 @@ def recover(
     """
     where = usable_device(device)
     pair = Pair(usable_path(pruned, "pruned checkpoint"), usable_path(dense, "dense checkpoint"), options)
-    destination = new_folder(usable_path(destination, "destination"), pair.pruned.path)
+    destination = usable_path(destination, "destination")
+    for source in (pair.dense.path, pair.pruned.path):
+        destination = new_folder(destination, source)
     if ranks.is_first:
         pair.warn_of_another_teacher()
     _check_windows(pair, options, ranks)
     compiled = pair.compilable and compiles(where)
-    files = survey(pair.pruned.path, {"config.json", INDEX_FILE, RECORD, *pair.pruned.shards})
+    files = survey(pair.pruned.path, {"config.json", INDEX_FILE, RECORD, *pair.pruned.shards}, links=None)
     lr = options.lr or default_lr(text_config(pair.student.model.config).hidden_size)
-    # Options that do not change the result may differ when a run is resumed.
-    decisive = asdict(replace(options, micro_batch=32, save_minutes=5.0, gradient_checkpointing="auto", lr=lr))
-    weights = [fingerprint(one, one.config) for one in (pair.pruned, pair.dense)]
-    record = {"slidesparse": __version__, "options": decisive, "weights": weights, "device": where.type}
-    size = pair.pruned.n_bytes + files.n_bytes + 2 * 12 * pair.size.trained  # two states, while one replaces the other
-    with ordered_sums(where), staged_together(ranks, destination, pair.pruned.path, record, size) as work:
-        work.describe = lambda: describe_saved(work.kept, options.steps)
-        if ranks.is_first and not (work.kept / WINDOWS).exists():  # it cuts them for all, once
+    with ordered_sums(where), _connected(ranks, where):
+        with _explained():
+            training_on = _set_up(pair, options, ranks, where, compiled)
+        windows = None
+        if ranks.is_first:  # it cuts them for all, once
             pair.require_one_tokenizer()
-            read_windows(pair.pruned.path, pair.student.model.config, options).save(work.kept / WINDOWS)
-        ranks.wait()
-        windows = Windows.load(work.kept / WINDOWS, options)
-        with _explained(), _connected(ranks, where):
-            training = _set_up(pair, windows, options, lr, ranks, where, compiled)
-            figures = _train(training, work)
-            trained = figures["kept"] == "after"
-            tensors = gathered(training.parameters, pair.student, pair.pruned, ranks.is_first) if trained else {}
-        if ranks.is_first:
-            if files.not_copied:
-                say("recover", f"not copied, other weights or code: {', '.join(files.not_copied)}")
-            # File names without folders: the result may be published, and paths are this machine's.
-            named = {**decisive, "texts": [*map(without_folder, options.texts)]}
-            write_result(
-                work, pair.pruned, files, tensors, {**record, "options": named, "compiled": compiled, **figures}
-            )
+            windows = read_windows(pair.pruned.path, pair.student.model.config, options)
+        digest = ranks.gather(windows and windows.digest())[0]
+        # Options that do not change the result may differ when a run is resumed; texts count by what is in them.
+        free = {"micro_batch": 32, "save_minutes": 5.0, "gradient_checkpointing": "auto", "lr": lr}
+        decisive = {**asdict(options), **free, "texts": digest}
+        weights = [fingerprint(one, one.config) for one in (pair.pruned, pair.dense)]
+        record = {"slidesparse": __version__, "options": decisive, "weights": weights, "device": where.type}
+        size = pair.pruned.n_bytes + files.n_bytes + 2 * 12 * pair.size.trained  # two states, while one is replaced
+        with staged_together(ranks, destination, pair.pruned.path, record, size) as work:
+            work.describe = lambda: describe_saved(work.kept, options.steps)
+            if windows and ranks.world > 1:
+                windows.save(work.kept / WINDOWS)
+            ranks.wait()
+            with _explained():
+                windows = windows or Windows.load(work.kept / WINDOWS, options)
+                training = training_on(windows, lr)
+                figures = _train(training, work)
+                trained = figures["kept"] == "after"
+                tensors = gathered(training.parameters, pair.student, pair.pruned, ranks.is_first) if trained else {}
+            if ranks.is_first:
+                if files.not_copied:
+                    say("recover", f"not copied, other weights or code: {', '.join(files.not_copied)}")
+                # File names without folders: the result may be published, and paths are this machine's.
+                named = {**decisive, "texts": [*map(without_folder, options.texts)]}
+                told = {**record, "options": named, "compiled": compiled, **figures}
+                write_result(work, pair.pruned, files, tensors, told)
     return Recovery(destination=str(destination), **{**figures, "losses": tuple(figures["losses"])})
 
 
@@ -117,9 +127,9 @@ def _check_windows(pair: Pair, options: RecoverOptions, ranks: Ranks) -> None:
 
 
 def _set_up(
-    pair: Pair, windows: Windows, options: RecoverOptions, lr: float, ranks: Ranks, device: torch.device, compiled: bool
-) -> Training:
-    """Divide both networks among the processes and fill them."""
+    pair: Pair, options: RecoverOptions, ranks: Ranks, device: torch.device, compiled: bool
+) -> Callable[[Windows, float], Training]:
+    """Divide both networks among the processes, fill and check them, and return the training, but for text and rate."""
     fit = Fit.of_all(ranks.gather(astuple(fit_memory(pair.size, options, ranks.world, device))))
     mesh = init_device_mesh(device.type, (ranks.world,))
     compute = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -134,7 +144,7 @@ def _set_up(
     divide(student, mesh, compute, fit.gradient_checkpointing)
     fill(dense, pair.teacher, pair.dense.tensor, compute, device)
     dense.requires_grad_(False)
-    few = windows.evaluation[:1, :16].long().to(device)
+    few = (torch.arange(16, device=device) % (vocabulary_of(pair.teacher.model.config) or 16))[None]
     if device.type == "cuda":
         choose_kernels(dense, few, alone=ranks.world == 1)
     held: set[str] = set()
@@ -150,7 +160,11 @@ def _set_up(
         compile_(dense)  # only now: the passes before had other shapes
     parameters = {name: one for name, one in filled.items() if one.requires_grad}
     held &= parameters.keys()
-    return Training(student, dense, windows, parameters, held, options, lr, fit, ranks, device)
+
+    def training_on(windows: Windows, lr: float) -> Training:
+        return Training(student, dense, windows, parameters, held, options, lr, fit, ranks, device)
+
+    return training_on
 
 
 def _train(training: Training, work: Workplace) -> dict[str, Any]:
@@ -159,15 +173,11 @@ def _train(training: Training, work: Workplace) -> dict[str, Any]:
     state = State(work.kept, training.parameters, training.optimizer)
     progress = state.load(ranks)
     say("recover", _plan(training, progress))
-    if not (work.kept / BEFORE).exists():
-        before = training.evaluate()
-        if ranks.is_first:
-            write_json(work.kept / BEFORE, before)
-        ranks.wait()
-    before = read_json(work.kept / BEFORE)
+    if not progress.before:
+        progress.before = _finite(training.evaluate(), "the pruned model predicts NaN or Inf", "prune it anew")
     training.run(state, progress)
     state.save(progress, ranks)  # so that a kill from here on loses nothing
-    after = training.evaluate()
+    before, after = progress.before, _finite(training.evaluate(), "training ended in NaN or Inf", "use a lower --lr")
     return {
         "kept": "after" if after["kl"] < before["kl"] else "before",
         "steps": progress.step,
@@ -181,6 +191,13 @@ def _train(training: Training, work: Workplace) -> dict[str, Any]:
         "after": after,
         "losses": progress.losses,
     }
+
+
+def _finite(figures: dict[str, float], what: str, remedy: str) -> dict[str, float]:
+    """Return figures, or raise an InputError where one is no number: such a run has no result."""
+    if not all(map(math.isfinite, figures.values())):
+        raise InputError(what, got=", ".join(f"{name} {value}" for name, value in figures.items()), remedy=remedy)
+    return figures
 
 
 def _plan(training: Training, progress: Progress) -> str:

@@ -22,7 +22,8 @@ def choose_trained(model: Any, train: Trained) -> list[str]:
 
     Routers of mixtures are never trained: experts that get fewer tokens learn less, and would get fewer still.
     """
-    embeddings = {id(part().weight) for part in (model.get_input_embeddings, model.get_output_embeddings)}
+    both = (model.get_input_embeddings(), model.get_output_embeddings())
+    embeddings = {id(one) for part in both for one in part.parameters()}
     prunable = {id(getattr(module, leaf)) for module, leaf in prunable_weights(model).values()}
     routers = tuple(f"{name}." for name in find_routers(model, find_experts(model)))
     for name, parameter in model.named_parameters():
@@ -39,6 +40,8 @@ def require_pattern(path: object, prunable: Iterable[str], read: Callable[[str],
     any_zero = False
     for name in prunable:
         value = read(name)
+        if not bool(value.any()):  # all zero, which fits each pattern
+            continue
         any_zero |= bool((value == 0).any())
         if any_zero and (value.dim() != 2 or tightest_pattern(value) is not None):
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +12,18 @@ from typing import Any
 import torch
 
 from slidesparse.errors import InputError
+from slidesparse.files.data_digest import data_digest
 from slidesparse.files.mixed_texts import shares, weighted
 from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.tensor_writer import write_tensors
-from slidesparse.offline.calibrate.calibration import check_tokens, cut_windows, encode, load_tokenizer, tokens_before
-from slidesparse.offline.calibrate.texts import as_text, read_documents
+from slidesparse.offline.calibrate.calibration import (
+    check_tokens,
+    cut_windows,
+    load_tokenizer,
+    tokens_before,
+    tokens_of,
+)
+from slidesparse.offline.calibrate.texts import read_documents
 from slidesparse.recovery.options import RecoverOptions
 
 GOLDEN = (math.sqrt(5) - 1) / 2
@@ -70,8 +79,13 @@ class Windows:
             self.orders[key] = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))
         return windows[self.orders[key][index]]
 
+    def digest(self) -> str:
+        """Return a digest of the windows and their shares, by which a run that goes on knows its texts."""
+        parts = [*map(data_digest, [*self.train, self.evaluation, self.bounds])]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
     def save(self, path: Path) -> None:
-        """Write the windows, so that a resumed run need not tokenise again."""
+        """Write the windows for the other processes of a run."""
         tensors = {f"train.{i}": one for i, one in enumerate(self.train)} | {"evaluation": self.evaluation}
         write_tensors(path, tensors)
 
@@ -79,8 +93,8 @@ class Windows:
     def load(cls, path: Path, options: RecoverOptions) -> Windows:
         """Read the windows that :meth:`save` wrote."""
         reader, weights = TensorReader(path), [weighted(text).weight for text in options.texts]
-        train = [reader.tensor(f"train.{i}") for i in range(len(weights))]
-        return cls(train, reader.tensor("evaluation"), weights, options.seed)
+        train = [reader.verified(f"train.{i}") for i in range(len(weights))]
+        return cls(train, reader.verified("evaluation"), weights, options.seed)
 
 
 def read_windows(folder: Path, config: Any, options: RecoverOptions) -> Windows:
@@ -96,7 +110,7 @@ def read_windows(folder: Path, config: Any, options: RecoverOptions) -> Windows:
     before = tokens_before(tokenizer) if options.bos else torch.tensor([], dtype=torch.int64)
     train, evaluation = [], []
     for text, inside, count in zip(texts, documents, shares(texts, options.eval_windows), strict=True):
-        tokens = encode(tokenizer, as_text(inside, tokenizer), show=None)
+        tokens = tokens_of(inside, tokenizer, show=None)
         check_tokens(tokens, config, folder)
         windows = cut_windows(tokens, options.window, before).to(torch.int32)
         if len(windows) < 2:

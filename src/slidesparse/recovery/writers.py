@@ -11,7 +11,11 @@ from typing import Any, Literal, Protocol
 import torch
 
 from slidesparse.base.other_libraries import LOCAL, need, other_library
+from slidesparse.checkpoints.checkpoint import GENERATION_FILE, Checkpoint
+from slidesparse.checkpoints.meta_model import model_class
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
+from slidesparse.files.json_files import read_json
+from slidesparse.models.causal import require_causal, vocabulary_of
 
 WriterName = Literal["auto", "vllm", "transformers"]  # auto: vLLM on a GPU where it is installed
 
@@ -19,7 +23,11 @@ SAMPLING = {"temperature": 0.8, "min_p": 0.05}  # so that answers vary and make 
 
 
 class Writer(Protocol):
-    """A model that answers up to ``at_once`` prompts a call."""
+    """A model that answers up to ``at_once`` prompts a call.
+
+    Nothing but :data:`SAMPLING` and :func:`end_tokens` decides how it draws: a ``generation_config.json`` may name
+    beams, penalties, or several answers to a prompt.
+    """
 
     at_once: int
 
@@ -27,25 +35,36 @@ class Writer(Protocol):
         """Return the answers to prompts, both as token numbers; an answer that was not cut ends in an end token."""
 
 
+def end_tokens(checkpoint: Checkpoint, tokenizer: Any) -> list[int]:
+    """Return the tokens that end an answer: those that tokenizer, config.json or generation_config.json name."""
+    path, config = checkpoint.path / GENERATION_FILE, model_class(checkpoint)[1]
+    settings = read_json(path) if path.exists() else {}
+    parts = (config, config.get_text_config(decoder=True), tokenizer)
+    named = [settings.get("eos_token_id"), *(getattr(one, "eos_token_id", None) for one in parts)]
+    ends = [end for one in named for end in (one if isinstance(one, list) else [one])]
+    return sorted({end for end in ends if type(end) is int and 0 <= end < (vocabulary_of(config) or 1 << 31)})
+
+
 class VllmWriter:
     """A model in an engine of vLLM, on the first GPU. Each answer has a seed of its own."""
 
     name, at_once = "vLLM", 4096  # it runs 1024 at a time, and waits for the last ones of a call
 
-    def __init__(self, model: Path, length: int, device: str) -> None:
+    def __init__(self, model: Path, length: int, device: str, ends: Sequence[int]) -> None:
         if index := torch.device(device).index:
             raise InputError("device for vLLM", got=device, needed=f"cuda, with CUDA_VISIBLE_DEVICES={index}")
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for results
-        self.vllm, much = need("vllm", "pip install vllm"), {"max_model_len": length, "max_num_seqs": 1024}
+        self.vllm, self.ends = need("vllm", "pip install vllm"), list(ends)
+        how = {"generation_config": "vllm", "max_model_len": length, "max_num_seqs": 1024}
         try:
-            self.engine = self.vllm.LLM(str(model), dtype="bfloat16", use_tqdm_on_load=False, **much)
+            self.engine = self.vllm.LLM(str(model), dtype="bfloat16", use_tqdm_on_load=False, **how)
         except Exception as error:  # an engine can raise anything
             remedy = "see its log with --verbose, or take --writer transformers"
             raise UnsupportedError("vLLM cannot run the model", got=first_line(error), remedy=remedy) from error
 
     def answer(self, prompts: Sequence[list[int]], max_tokens: int, seed: int) -> list[list[int]]:
         """See :class:`Writer`."""
-        how = {"max_tokens": max_tokens, "detokenize": False, **SAMPLING}
+        how = {"max_tokens": max_tokens, "detokenize": False, "stop_token_ids": self.ends, **SAMPLING}
         drawn = [self.vllm.SamplingParams(seed=seed + i, **how) for i in range(len(prompts))]
         answers = self.engine.generate([{"prompt_token_ids": one} for one in prompts], drawn, use_tqdm=False)
         return [list(one.outputs[0].token_ids) for one in answers]
@@ -56,27 +75,37 @@ class TransformersWriter:
 
     name, at_once = "transformers", 32
 
-    def __init__(self, model: Path, length: int, device: str) -> None:
+    def __init__(self, model: Path, length: int, device: str, ends: Sequence[int]) -> None:
         dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+        known, config = model_class(Checkpoint(model))
+        require_causal(known, config)
         try:
             with other_library():
-                load = need("transformers").AutoModelForCausalLM.from_pretrained
-                self.model: Any = load(str(model), dtype=dtype, **LOCAL).to(device).eval()
+                load = known.from_pretrained
+                self.model: Any = load(str(model), config=config, dtype=dtype, **LOCAL).to(device).eval()
         except Exception as error:  # a broken checkpoint can raise anything
             raise CheckpointError(f"transformers cannot load {model}", got=first_line(error)) from error
+        self.ends = list(ends)
+        usual = {"do_sample": True, "top_k": 0, "top_p": 1.0, "pad_token_id": 0, **SAMPLING}
+        settings = need("transformers").GenerationConfig
+        self.model.generation_config = settings(eos_token_id=self.ends or None, **usual)  # and nothing of a file
 
     def answer(self, prompts: Sequence[list[int]], max_tokens: int, seed: int) -> list[list[int]]:
         """See :class:`Writer`."""
-        ends = self.model.generation_config.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends]
-        width, padding = max(map(len, prompts)), ends[0] or 0
-        ids = torch.tensor([[padding] * (width - len(one)) + one for one in prompts], device=self.model.device)
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(one)) + one for one in prompts], device=self.model.device)
         mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in prompts], device=ids.device)
-        much = {"max_new_tokens": max_tokens, "pad_token_id": padding, "use_cache": True}
-        usual = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}  # a generation_config.json may have others
         torch.manual_seed(seed)
-        rows = self.model.generate(ids, attention_mask=mask, do_sample=True, **SAMPLING, **usual, **much).tolist()
-        return [row[width : next((i + 1 for i in range(width, len(row)) if row[i] in ends), len(row))] for row in rows]
+        try:
+            how = {"attention_mask": mask, "max_new_tokens": max_tokens, "use_cache": True}
+            with other_library():  # some decompress their weights in the first call
+                rows = self.model.generate(ids, **how).tolist()
+        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise UnsupportedError("transformers cannot run the model", got=first_line(error)) from error
+        found = [next((i + 1 for i in range(width, len(row)) if row[i] in self.ends), len(row)) for row in rows]
+        return [row[width:end] for row, end in zip(rows, found, strict=True)]
 
 
 def writer_class(name: WriterName, device: str) -> type[VllmWriter | TransformersWriter]:

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from slidesparse.files.json_files import read_json
 from slidesparse.files.mixed_texts import WeightedText, shares, weighted
 from slidesparse.models.causal import vocabulary_of
 from slidesparse.models.parts import text_config
+from slidesparse.offline.calibrate.chats import Chat, vocabulary_digest
 from slidesparse.offline.calibrate.standard_library import standard_library
-from slidesparse.offline.calibrate.texts import DEFAULT, as_text, read_documents
+from slidesparse.offline.calibrate.texts import DEFAULT, Document, as_text, read_documents
 from slidesparse.pruning import get_pruner
 
 SAMPLES = 128
@@ -136,6 +138,26 @@ def encode(tokenizer: Any, text: str, show: bool | None = False) -> torch.Tensor
             tokens += [torch.tensor(one, dtype=torch.int64) for one in ids]
             advance(sum(map(len, some)))
     return torch.cat(tokens)
+
+
+def tokens_of(documents: Sequence[Document], tokenizer: Any, show: bool | None = False) -> torch.Tensor:
+    """Return the token numbers of documents, with an empty line between texts: int64 [n].
+
+    Of a chat that a model with this tokenizer wrote these are the numbers that it read and wrote: its template may make
+    another text of the answer, without thoughts or special tokens.
+    """
+    chats = [one for one in documents if isinstance(one, Chat) and one.tokens]
+    vocabulary = vocabulary_digest(tokenizer) if chats else ""
+    kept = {id(one) for one in chats if one.has_tokens_of(vocabulary)}
+    if others := len(chats) - len(kept):
+        LOG.warning("%d chats were changed, or written with another tokenizer: they are read by the template", others)
+    parts = [torch.tensor([], dtype=torch.int64)]
+    for is_kept, group in groupby(documents, lambda one: id(one) in kept):
+        if is_kept:
+            parts += [torch.tensor(one.tokens) for one in group if isinstance(one, Chat)]
+        else:
+            parts.append(encode(tokenizer, as_text(group, tokenizer), show))
+    return torch.cat(parts)
 
 
 def _stretches(text: str) -> list[str]:
@@ -258,7 +280,7 @@ def calibration_windows(folder: Path, config: Any, calibration: Calibration) -> 
     before = tokens_before(tokenizer) if calibration.bos else torch.tensor([], dtype=torch.int64)
     windows = []
     for one, count, inside in zip(calibration.texts, counts, documents, strict=True):
-        tokens = encode(tokenizer, as_text(inside, tokenizer))
+        tokens = tokens_of(inside, tokenizer)
         check_tokens(tokens, config, folder)
         windows.append(sample_windows(tokens, count, length, calibration.seed, one.file, before))
     if len(windows) == 1:
