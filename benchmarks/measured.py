@@ -87,7 +87,10 @@ LARGER, SMALLER_BY_GPU = (PUBLISHED.with_name(f"{name}.jsonl") for name in ("qwe
 LONGEST = {"6:8": "recover 80M", "4:6": "recover 100M", "2:4": "recover 80M"}
 """Pattern -> what ends the tag of the judged model that was trained on longest."""
 
-OF_THE_LOG = re.compile(r"^plan | (rotate|reorder|chats)$|^2:4 recover 20M$")
+OF_THE_LOG = re.compile(
+    r"^plan | (rotate|reorder|chats|sparsegpt)$|^2:4 recover [24]0M$|^depth 1.18$|recover.* fp8$|one down"
+    r"|^(4:6|2:4) magnitude$"
+)
 """Tags that the page on accuracy leaves out."""
 
 STOCK_RIVALS = ("stock FP8", "stock W4A8", "stock W4A16")
