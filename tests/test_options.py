@@ -16,8 +16,8 @@ EVAL, TASKS = ["eval", "MISSING", "--text", "MISSING.txt"], ["eval", "MISSING", 
 IDLE = "options without effect; got"
 
 REFUSED: list[tuple[list[str], str]] = [
-    ([*PRUNE, "--seed", "0", "--samples", "128"], "magnitude takes no calibration text; got --samples, --seed"),
-    ([*PRUNE, "--no-bos", "--dry-run"], "magnitude takes no calibration text; got --no-bos"),
+    ([*PRUNE, "--seed", "0", "--samples", "128"], "magnitude takes no calibration text; got samples, seed"),
+    ([*PRUNE, "--no-bos", "--dry-run"], "magnitude takes no calibration text; got bos"),
     ([*PRUNE, *TEXT], "magnitude takes no calibration text; got MISSING.txt; use --method wanda or sparsegpt"),
     ([*PRUNE, "--match-steps", "9"], "matching needs calibration text"),
     ([*WANDA, "--match-steps", "-3"], "steps of matching; got -3; needed 0 or more"),

@@ -378,16 +378,6 @@ def test_generation_settings_are_loaded(tmp_path: Path) -> None:
             slidesparse.load(tmp_path / "s")
 
 
-@pytest.mark.parametrize("key", ["ignore", "layers"])
-def test_a_marker_that_names_unknown_layers(tmp_path: Path, key: str) -> None:
-    make_checkpoint(tmp_path / "m")
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
-    with edited_config(tmp_path / "s") as config:
-        config[MARKER_KEY][key] = ["nonsense"] if key == "ignore" else {"nonsense": "4:6"}
-    with pytest.raises(CheckpointError, match="nonsense"):
-        slidesparse.load(tmp_path / "s")
-
-
 # -- memory --------------------------------------------------------------------------------------------------------
 
 GROWTH = 300_000_000

@@ -220,22 +220,6 @@ def test_a_cloned_data_set(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert read_documents(tmp_path) == ["about"]
 
 
-def test_nulls_of_a_data_set_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for ``datasets``: a null beside a text or a chat is none, as in files."""
-
-    class Rows(list[Any]):
-        column_names = ("id", "text", "messages")
-
-        def select_columns(self, names: list[str]) -> Any:
-            return [{name: one.get(name) for name in names} for one in self]
-
-    module: Any = ModuleType("datasets")
-    module.load_from_disk = lambda _: Rows([{"text": None, "messages": CHAT}, {"text": "one", "messages": None}])
-    monkeypatch.setitem(sys.modules, "datasets", module)
-    (tmp_path / "dataset_dict.json").write_text("{}")
-    assert read_documents(tmp_path) == [CHAT, "one"]
-
-
 def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By pyarrow itself where it is installed."""
     path = tmp_path / "t.parquet"

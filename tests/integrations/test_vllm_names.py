@@ -73,7 +73,7 @@ def test_a_layer_left_alone_is_not_claimed_and_without_a_marker_the_weight_decid
         ({"w1": "6:8", "w3": "4:6", "w2": "6:8"}, "not all of them were pruned to one pattern"),
         ({"w1": "6:8", "w2": "6:8"}, "not all of them were pruned to one pattern"),
         ({"gate_up_proj": "6:8"}, "not all of them were pruned to one pattern"),
-        ({"gate_up_proj": "6:8", "down_proj": "dense"}, "their pattern is dense"),
+        ({"gate_up_proj": "6:8", "down_proj": "dense"}, "one of their patterns is dense"),
     ],
 )
 def test_experts_have_the_patterns_that_the_marker_says(said: dict[str, str], patterns: object) -> None:

@@ -222,7 +222,7 @@ def test_a_text_is_known_by_what_is_in_it(pair: Path, tmp_path: Path) -> None:
     interrupted(pair, tmp_path / "out", options(pair, texts=(str(text),)))
     assert not [one for one in (tmp_path / "out.partial").rglob("*") if one.is_file() and b"PROTO" in one.read_bytes()]
     write_text(text, 901)
-    with pytest.raises(CheckpointError, match="another --text"):
+    with pytest.raises(CheckpointError, match="another texts"):
         recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, texts=(str(text),)))
     moved = options(pair, texts=(str(shutil.copy(pair / "text.txt", tmp_path / "b.txt")),))
     recover(pair / "pruned", pair / "base", tmp_path / "out", moved)
@@ -565,7 +565,7 @@ def test_logits_of_other_forms(name: str, is_plain: bool) -> None:
 def test_a_model_with_an_encoder_is_refused(pair: Path, tmp_path: Path) -> None:
     make(tmp_path / "base", ARCHITECTURES["bart"])
     prune_checkpoint(tmp_path / "base", tmp_path / "pruned", by_magnitude("2:4", "bf16"))
-    with pytest.raises(InputError, match="BartForConditionalGeneration cannot be trained here"):
+    with pytest.raises(InputError, match="BartForConditionalGeneration has no causal loss"):
         recover(tmp_path / "pruned", tmp_path / "base", tmp_path / "out", options(pair))
 
 
