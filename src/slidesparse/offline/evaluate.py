@@ -243,7 +243,7 @@ def load_any(checkpoint: Checkpoint, device: torch.device) -> Any:
                 str(path), config=config, dtype="auto", output_loading_info=True, **LOCAL
             )
             model = model.to(device).eval()
-            if quantisation_dtype(checkpoint.config) is not None:  # compressed-tensors unpacks in the first call
+            if checkpoint.config.get("quantization_config"):  # compressed-tensors unpacks in the first call
                 model(torch.zeros(1, 1, dtype=torch.int64, device=device))
     except Exception as error:  # a broken checkpoint can raise anything in transformers
         raise CheckpointError(f"transformers cannot load {path}", got=first_line(error)) from error
