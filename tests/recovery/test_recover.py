@@ -257,23 +257,6 @@ def test_a_state_of_several_processes_is_taken_over_by_one(pair: Path, tmp_path:
     assert same_bytes(tmp_path / "whole", tmp_path / "out")
 
 
-def test_two_processes_learn_what_one_does(pair: Path, tmp_path: Path) -> None:
-    """And a run of one that was killed goes on with two."""
-    words = ["recover", pair / "pruned", "--dense", pair / "base", "--text", pair / "text.txt", "--tokens", "1536"]
-    words += ["--batch", "256", "--window", "32", "--eval-windows", "7", "--lr", "3e-3", "--device", "cpu"]
-    words += ["--micro-batch", "2"]
-    assert main([*map(str, words), str(tmp_path / "one"), "--json"]) == 0
-    ended = run_ranks(tmp_path, 2, [*words, tmp_path / "two", "--json"])
-    assert [one.status for one in ended] == [0, 0], ended
-    one, two = tensors(tmp_path / "one"), tensors(tmp_path / "two")
-    first, second = (json.loads((tmp_path / name / "recover.json").read_text()) for name in ("one", "two"))
-    for when in ("before", "after"):
-        assert second[when]["kl"] == pytest.approx(first[when]["kl"], rel=1e-3)
-    pruned = tensors(pair / "pruned")
-    for name, value in one.items():
-        assert torch.equal(two[name] == 0, value == 0)
-        moved = (value.float() - pruned[name].float()).norm()
-        assert float((two[name].float() - value.float()).norm()) <= 0.02 * float(moved)
 
 
 def test_a_state_of_one_process_is_taken_over_by_two(pair: Path, tmp_path: Path, monkeypatch: Any) -> None:

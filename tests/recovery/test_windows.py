@@ -181,16 +181,3 @@ def test_a_record_names_files_without_their_folders_and_data_sets_whole(
     assert [*map(without_folder, given)] == ["a.txt:0.5", "of:2", tmp_path.name, *given[3:]]
 
 
-def test_prune_takes_several_texts(tmp_path: Path, capsys: Any) -> None:
-    make_checkpoint(tmp_path / "m")
-    add_tokenizer(tmp_path / "m")
-    put_bos_first(tmp_path / "m")
-    write_text(tmp_path / "text.txt", 200)
-    lines = [json.dumps({"text": "a second text, " * 20})] * 4
-    (tmp_path / "other.jsonl").write_text("\n".join(lines))
-    words = [*prune_words(tmp_path / "m", tmp_path / "q", "--dtype", "int8"), "--method", "wanda"]
-    words += ["--samples", "8", "--length", "16", "--device", "cpu"]
-    texts = ["--calibration", f"{tmp_path / 'text.txt'}:2", "--calibration", str(tmp_path / "other.jsonl")]
-    assert main([*words, *texts]) == 0
-    card = (tmp_path / "q/README.md").read_text()
-    assert "8 windows of 16 tokens of text.txt, other.jsonl" in card
