@@ -21,7 +21,6 @@ from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.config_keys import MARKER_KEY
-from slidesparse.offline import execute
 from slidesparse.offline.dry_run import dry_run
 from slidesparse.offline.inspect import inspect_checkpoint
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
@@ -189,8 +188,6 @@ def test_a_quantised_mixture_keeps_its_scales(tmp_path: Path) -> None:
 
 
 # -- one at a time, and again after a kill -----------------------------------------------------------------------------
-
-
 
 
 # -- choices -----------------------------------------------------------------------------------------------------------

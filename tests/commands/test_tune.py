@@ -145,8 +145,6 @@ def test_a_file_system_without_locks_keeps_times_all_the_same(monkeypatch: pytes
     assert kept.layers == (layer,)
 
 
-
-
 @pytest.mark.usefixtures("gpu")
 def test_wrong_forms_are_named_in_the_table_and_by_the_exit(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

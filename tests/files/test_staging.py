@@ -197,8 +197,6 @@ def test_a_file_that_is_not_what_was_written_is_written_again(
     assert "one.safetensors is not what an earlier run wrote, and is written again" in caplog.text
 
 
-
-
 def test_a_damaged_layer_is_calibrated_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_source(tmp_path, "llama", torch.float32)
     options = PruneOptions("6:8", "int8", "wanda", Calibration(str(tmp_path / "text.txt"), 4, 16))

@@ -14,7 +14,6 @@ import transformers
 from checkpoints import add_tokenizer, make_checkpoint, read_text, write_text
 
 from slidesparse.base.log import log_once
-from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.offline.calibrate import texts
 from slidesparse.offline.calibrate.calibration import Calibration, calibration_windows, load_tokenizer
@@ -134,8 +133,6 @@ def test_lines_and_lists_of_documents(tmp_path: Path) -> None:
             read_text(tmp_path / "d.json")
 
 
-
-
 @pytest.mark.parametrize("name", ["t.csv", "t.CSV", "t.jsonl.gz"])
 def test_tables_and_archives_are_not_read_as_text(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("id,text\n1,hello\n")
@@ -155,8 +152,6 @@ def test_the_chat_template_of_a_processor_is_read(tmp_path: Path) -> None:
     (tmp_path / "chat_template.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"chat_template\.json cannot be read"):
         load_tokenizer(tmp_path)
-
-
 
 
 def test_a_file_without_end_is_refused(tmp_path: Path) -> None:

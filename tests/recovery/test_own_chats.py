@@ -141,8 +141,6 @@ def test_an_interrupted_run_goes_on_and_has_the_same_bytes(
     assert sorted(one.name for one in tmp_path.iterdir()) == ["chats.jsonl", "whole.jsonl"]
 
 
-
-
 def test_two_commands_do_not_write_one_file(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_batches: None
 ) -> None:

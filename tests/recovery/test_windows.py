@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tokenizers
 import torch
 import transformers
-from checkpoints import SMALL, add_tokenizer, make_checkpoint, prune_words, put_bos_first, write_text
+from checkpoints import SMALL, add_tokenizer, put_bos_first, write_text
 
-from slidesparse.cli import main
 from slidesparse.errors import InputError
 from slidesparse.files.mixed_texts import weighted, without_folder
 from slidesparse.models.perplexity import measure_perplexity
@@ -179,5 +176,3 @@ def test_a_record_names_files_without_their_folders_and_data_sets_whole(
     monkeypatch.chdir(tmp_path)
     given = (f"{tmp_path}/a.txt:0.5", f"{tmp_path}/of:2", ".", "owner/data:python", "owner/data:2", "default")
     assert [*map(without_folder, given)] == ["a.txt:0.5", "of:2", tmp_path.name, *given[3:]]
-
-
