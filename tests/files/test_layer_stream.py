@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +22,6 @@ from checkpoints import (
     make_source,
     make_w8a8,
     read_text,
-    reverse_letters,
     write_text,
 )
 from oracles import calibration_gram
@@ -137,19 +133,6 @@ def test_a_later_layer_attends_to_the_tokens_that_a_pruned_one_chose(tmp_path: P
         torch.testing.assert_close(loaded[f"{linear}.weight"], expected, rtol=1e-3, atol=1e-4)
 
 
-def test_the_seed_decides(source: Path) -> None:
-    def run(name: str, seed: int) -> bytes:
-        options = PruneOptions("6:8", "int8", "sparsegpt", calibration(source.parent, seed=seed))
-        prune_checkpoint(source, source.parent / name, options)
-        return (source.parent / name / "model.safetensors").read_bytes()
-
-    before = contents(source)
-    first = run("a", 0)
-    assert first == run("b", 0)
-    assert first != run("c", 1)
-    assert contents(source) == before  # whose tensors are mapped, and pruned in place in memory
-
-
 def test_a_quantised_source_is_calibrated_too(source: Path) -> None:
     make_w8a8(source, source.parent / "q")
     prune_checkpoint(
@@ -163,44 +146,6 @@ def test_a_quantised_source_is_calibrated_too(source: Path) -> None:
 
 
 # -- when things go wrong ------------------------------------------------------------------------------------------
-
-
-def interrupted(source: Path) -> None:
-    """A run that is killed when its first layer is on disk."""
-    folder = source.parent
-    code = f"""
-import slidesparse.offline.calibrate.layer_store as c, os, signal
-keep = c.CheckpointLayerStore.keep
-def once(self, *args):
-    keep(self, *args)
-    os.kill(os.getpid(), signal.SIGKILL)
-c.CheckpointLayerStore.keep = once
-from slidesparse.cli import main
-main(["prune", "{source}", "{folder}/s", "--pattern", "6:8", "--dtype", "int8", "--method", "sparsegpt",
-      "--calibration", "{folder}/text.txt", "--samples", "{SAMPLES}", "--length", "{LENGTH}", "--device", "cpu",
-      "--match-steps", "5", "--no-smooth"])
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    assert run.returncode == -signal.SIGKILL
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on(source: Path) -> None:
-    folder = source.parent
-    options = PruneOptions("6:8", "int8", "sparsegpt", calibration(folder), match_steps=5, smooth=False)
-    whole = prune_checkpoint(source, folder / "whole", options)
-    interrupted(source)
-    finished = folder / "s.partial/kept/model.layers.0.safetensors"
-    stamp = finished.stat().st_mtime_ns
-    assert not (folder / "s").exists()
-    reverse_letters(source)  # the same text becomes other tokens: layers of both would stand in one checkpoint
-    with pytest.raises(CheckpointError, match="unfinished output of another run"):
-        prune_checkpoint(source, folder / "s", options)
-    add_tokenizer(source)
-    assert finished.stat().st_mtime_ns == stamp
-    resumed = prune_checkpoint(source, folder / "s", options)
-    assert contents(folder / "s") == contents(folder / "whole")
-    assert resumed.losses == whole.losses
 
 
 def refuse(source: Path, says: str, options: PruneOptions) -> None:

@@ -304,13 +304,6 @@ def test_a_template_that_writes_nothing(model: Path, tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["base"]
 
 
-def test_a_run_without_an_answer_leaves_no_file(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupted_at(monkeypatch, TransformersWriter, 0)
-    with pytest.raises(KeyboardInterrupt):
-        write_chats(model / "base", tmp_path / "x.jsonl", ChatOptions(1, str(model / "prompts.txt"), 2), "cpu")
-    assert not [*tmp_path.iterdir()]
-
-
 @pytest.mark.parametrize("name", ["mamba2", "gemma3", "llava"])
 def test_models_without_heads_and_with_text_inside_write(model: Path, tmp_path: Path, name: str) -> None:
     make(tmp_path / "base", ARCHITECTURES[name])
