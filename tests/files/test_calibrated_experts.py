@@ -93,6 +93,3 @@ def test_rows_that_are_torn_apart_are_refused(tmp_path: Path, monkeypatch: pytes
         UnsupportedError, match=r"rows of model.*gate_up_proj.0 come .* in an order of their own.*--method"
     ):
         pruned(tmp_path, text, "wanda")
-
-
-# -- in parts, and again after a kill ----------------------------------------------------------------------------------

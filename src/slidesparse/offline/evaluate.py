@@ -260,12 +260,9 @@ def _harness() -> Any:
     try:
         import lm_eval
         import lm_eval.models.huggingface
-    except ImportError as error:
-        raise UnsupportedError("lm-evaluation-harness is not installed", remedy=remedy) from error
-    except Exception as error:  # 0.4.9 looks for a class that transformers no longer has
-        raise UnsupportedError(
-            "lm-evaluation-harness cannot be imported", got=first_line(error), remedy=remedy
-        ) from error
+    except Exception as error:  # missing, or 0.4.9, which looks for a class that transformers no longer has
+        what = "lm-evaluation-harness cannot be imported"
+        raise UnsupportedError(what, got=first_line(error), remedy=remedy) from error
     return lm_eval
 
 
