@@ -237,4 +237,3 @@ def test_a_weight_that_is_trained_gets_the_mask_of_its_values() -> None:
         mask = prune_mask(weight, pattern)
         assert torch.equal(mask, prune_mask(values, pattern))
         assert not mask.requires_grad
-        assert torch.equal(prune_mask(values, pattern, weight.square()), mask)
