@@ -156,38 +156,26 @@ def nested(folder: Path, rng: random.Random) -> None:
     path.write_text(text)
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], bytes] | None:
-    """What a safetensors file says of its tensors, and the data; None where it is damaged already."""
-    data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    try:
-        value = json.loads(data[8 : 8 + length])
-    except (ValueError, RecursionError):
-        return None
-    return (value, data[8 + length :]) if isinstance(value, dict) else None
-
-
 def header(folder: Path, rng: random.Random) -> None:
     """Change what a safetensors file says of its tensors, and leave the data as they are."""
     weights = [path for path in files_of(folder) if path.suffix == ".safetensors"]
     if not weights:
         return
     path = rng.choice(weights)
-    if (found := read_header(path)) is None:
-        return
-    value, data = found
-    if rng.random() < 0.3 and len(value) > 2:
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    try:
+        value = json.loads(data[8:end])
+    except (ValueError, RecursionError):
+        return  # damaged already
+    if rng.random() < 0.3 and isinstance(value, dict) and len(value) > 2:
         one, two = rng.sample(sorted(value), 2)
         value[one], value[two] = value[two], value[one]
     else:
         value = change_json(value, rng)
-    write_header(path, value, data)
-
-
-def write_header(path: Path, value: Any, data: bytes) -> None:
     text = json.dumps(value).encode()
     text += b" " * (-len(text) % 8)
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
 
 
 FOLDER_DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {

@@ -13,7 +13,7 @@ from checkpoints import add_tokenizer, contents, make_checkpoint, write_text
 
 import slidesparse as ss
 from slidesparse.cli import build_parser, main
-from slidesparse.offline.calibrate.calibration import LIBRARY, Calibration
+from slidesparse.offline.calibrate.calibration import LIBRARY
 from slidesparse.offline.outcome import PruneSummary
 
 OF_THE_COMMAND_LINE = {"help", "json", "verbose", "quiet", "own_chats", "prompts", "join_timeout"}
@@ -100,12 +100,11 @@ def test_a_dry_run_writes_nothing(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "texts",
-    ["text.txt", Path("text.txt"), ["text.txt:1"], Calibration("text.txt", 4, 16), None],
-    ids=["name", "path", "weighted", "calibration", "default"],
+    ["text.txt", Path("text.txt"), ["text.txt:1"], None],
+    ids=["name", "path", "weighted", "default"],
 )
 def test_what_calibration_may_be(folder: Path, texts: Any) -> None:
-    windows = {} if isinstance(texts, Calibration) else {"samples": 4, "length": 16}
-    ss.prune("./Qwen2.5-7B", "./out", dtype="int8", method="wanda", calibration=texts, **windows)
+    ss.prune("./Qwen2.5-7B", "./out", dtype="int8", method="wanda", calibration=texts, samples=4, length=16)
     card = (folder / "out/README.md").read_text()
     assert f"4 windows of 16 tokens of {LIBRARY if texts is None else 'text.txt'}" in card
 
@@ -115,7 +114,6 @@ def test_what_calibration_may_be(folder: Path, texts: Any) -> None:
     [
         {"calibration": []},
         {"calibration": 3},
-        {"calibration": Calibration("text.txt"), "samples": 4},
         {"method": "magnitude", "samples": 4},
         {"method": "magic"},
         {"ignore": "lm_head"},

@@ -45,11 +45,8 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}. {% endfor 
 SPEAKERS = ("slidesparse: ", "recover: ", "answers: ")
 """What lines begin with: errors and warnings, and how far a command came."""
 
-TIME_LIMIT = 60
-"""Seconds of a core after which a command hangs. They take a tenth of one."""
-
-WAITING_LIMIT = 600
-"""Seconds of a clock after which it hangs; other processes may need the cores meanwhile."""
+TIME_LIMIT = 600
+"""Seconds after which a command hangs. They take a tenth of one, and other processes may need the cores meanwhile."""
 
 MEMORY = 16 << 30
 """Bytes by which the process may grow: a size that a file promises is not to take the machine down."""
@@ -111,16 +108,13 @@ def in_time() -> Iterator[None]:
     def stop(*_: Any) -> None:
         raise Hang
 
-    limits = {signal.SIGALRM: (signal.ITIMER_REAL, WAITING_LIMIT), signal.SIGPROF: (signal.ITIMER_PROF, TIME_LIMIT)}
-    before = {number: signal.signal(number, stop) for number in limits}
-    for timer, seconds in limits.values():
-        signal.setitimer(timer, seconds)
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(TIME_LIMIT)
     try:
         yield
     finally:
-        for number, (timer, _) in limits.items():
-            signal.setitimer(timer, 0)
-            signal.signal(number, before[number])
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def run(words: list[str]) -> tuple[int, str, str]:

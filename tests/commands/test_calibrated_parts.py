@@ -61,10 +61,3 @@ def test_an_output_embedding_is_treated_beside_calibrated_layers_where_it_is_not
     made = Checkpoint(tmp_path / "s")
     bits = [value_bits(made.tensor(f"{name}.weight")) for name in ("lm_head", "model.layers.0.mlp.down_proj")]
     assert bits == [8, 6]
-
-
-@pytest.mark.parametrize("name", ["mllama", "rwkv"])
-def test_stacks_that_are_no_chain_of_layers_are_refused_in_one_line(tmp_path: Path, name: str) -> None:
-    options = PruneOptions("6:8", "int8", method="wanda", calibration=source(tmp_path, name))
-    with pytest.raises(InputError, match="use --method magnitude"):
-        prune_checkpoint(tmp_path / name, tmp_path / "s", options)

@@ -21,7 +21,6 @@ from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.config_keys import MARKER_KEY
-from slidesparse.offline import execute
 from slidesparse.offline.dry_run import dry_run
 from slidesparse.offline.inspect import inspect_checkpoint
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
@@ -189,32 +188,6 @@ def test_a_quantised_mixture_keeps_its_scales(tmp_path: Path) -> None:
 
 
 # -- one at a time, and again after a kill -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "dtype"), [("mixtral", "bf16"), ("gpt-oss", "bf16"), ("qwen3-vl-moe", "int8")])
-def test_a_run_that_was_interrupted_goes_on(
-    tmp_path: Path, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = make(tmp_path / "one", ARCHITECTURES[name])
-    model.save_pretrained(tmp_path / "m", max_shard_size="60KB")
-    options = by_magnitude("6:8", dtype)
-    prune_checkpoint(tmp_path / "m", tmp_path / "whole", options)
-    write, calls = execute.write_tensor, []
-
-    def interrupted(writer: TensorWriter, *args: Any) -> None:
-        calls.append(writer.path.name)
-        if len(set(calls)) == 3:
-            raise KeyboardInterrupt
-        write(writer, *args)
-
-    monkeypatch.setattr(execute, "write_tensor", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
-    monkeypatch.setattr(execute, "write_tensor", write)
-    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
-    assert len(summary.resumed) >= 2
-    assert calls[0] in summary.resumed
-    assert same_tensors(tmp_path / "s", tmp_path / "whole")
 
 
 # -- choices -----------------------------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.config_keys import MARKER_KEY
-from slidesparse.models.weight_reads import read_without_calling
 from slidesparse.offline.inspect import inspect_checkpoint
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
 from slidesparse.weights.quant import dequantize
@@ -176,25 +175,6 @@ def test_bitnet_master_becomes_ternary(tmp_path: Path) -> None:
     slidesparse.load(tmp_path / "s")
 
 
-def test_other_files_are_copied_and_other_weights_are_not(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "m")
-    (tmp_path / "m/pytorch_model.bin").write_bytes(b"old weights")
-    (tmp_path / "m/1_Pooling").mkdir()
-    (tmp_path / "m/1_Pooling/config.json").write_text("{}")
-    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
-    assert summary.not_copied == ["pytorch_model.bin"]
-    names = set(contents(tmp_path / "s"))
-    assert names == {
-        "README.md",
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "1_Pooling/config.json",
-    }
-    assert (tmp_path / "s/tokenizer.json").read_bytes() == (tmp_path / "m/tokenizer.json").read_bytes()
-
-
 def test_layers_of_a_quantised_source_that_are_left_alone_stay_quantised(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "float")
     source = make_w8a8(tmp_path / "float", tmp_path / "w8a8")
@@ -286,26 +266,6 @@ def test_bad_options(tmp_path: Path, options: PruneOptions, words: str) -> None:
     with pytest.raises(InputError, match=words):
         prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
-
-
-def test_the_model_runs_once_to_find_what_is_treated_and_not_for_a_wrong_entry(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What it reads then is that of any ignore list."""
-    make_checkpoint(tmp_path / "m")
-    ran = []
-
-    def counted(model: Any, linears: Any, run: Any) -> dict[str, str]:
-        ran.append(sorted(linears))
-        return read_without_calling(model, linears, run)
-
-    monkeypatch.setattr("slidesparse.offline.treated.read_without_calling", counted)
-    with pytest.raises(InputError, match="matches no linear"):
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8", ignore=("o_proj",)))
-    assert not ran
-    alone = ("re:.*o_proj",)
-    done = prune_checkpoint(tmp_path / "m", tmp_path / "s", by_magnitude("6:8", "int8", ignore=alone))
-    assert ran == [sorted([*done.patterns, *(name for name, why in done.dense.items() if "ignore" in why)])]
 
 
 # -- when it is interrupted ----------------------------------------------------------------------------------------

@@ -62,12 +62,3 @@ def test_dense_weights_in_six_bits_are_rounded_for_their_outputs(tmp_path: Path)
         assert torch.equal(scale, nearest.scale)
         assert value_bits(values) == 6
         assert 0.05 < float((values != nearest.values).double().mean()) < 0.9
-
-
-def test_a_dense_exception_to_a_pattern_keeps_eight_bits(tmp_path: Path) -> None:
-    source = make_source(tmp_path, "llama", torch.bfloat16)
-    options = PruneOptions("6:8", rounding="6bit", method="magnitude", layers={"re:.*o_proj": "dense"})
-    prune_checkpoint(source, tmp_path / "out", options)
-    made = Checkpoint(tmp_path / "out")
-    bits = {name: value_bits(made.tensor(name)) for name in made.files if name.endswith("proj.weight")}
-    assert {name: 8 if "o_proj" in name else 6 for name in bits} == bits

@@ -146,19 +146,6 @@ def test_a_file_system_without_locks_keeps_times_all_the_same(monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("gpu")
-def test_the_command_searches_then_measures(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer = LayerSpeed("int8", 48, 32, (64,), {"dense": (4.0,), "cusparselt 6:8": (2.0,)})
-    monkeypatch.setattr(tune, "search_algorithms", lambda job: [])
-    monkeypatch.setattr(tune, "measure_layers", lambda job: [([layer], [])])
-    assert main(["tune", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["layers"][0]["us"]["dense"] == [4.0]
-    table = load_speeds(tuned_path(HERE))
-    assert table.layers == (layer,)
-
-
-@pytest.mark.usefixtures("gpu")
 def test_wrong_forms_are_named_in_the_table_and_by_the_exit(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES
-from checkpoints import add_tokenizer, same_tensors, write_text
+from checkpoints import add_tokenizer, write_text
 from small_models import make
 
 import slidesparse
@@ -24,7 +24,6 @@ from slidesparse.models.shared_layers import SharedLayers
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
 from slidesparse.offline.calibrate.calibration import Calibration, calibration_windows
-from slidesparse.offline.calibrate.layer_store import CheckpointLayerStore
 from slidesparse.offline.dry_run import dry_run
 from slidesparse.offline.inspect import inspect_checkpoint
 from slidesparse.offline.prune import PruneOptions, PruneSummary, prune_checkpoint
@@ -94,29 +93,3 @@ def test_rows_that_are_torn_apart_are_refused(tmp_path: Path, monkeypatch: pytes
         UnsupportedError, match=r"rows of model.*gate_up_proj.0 come .* in an order of their own.*--method"
     ):
         pruned(tmp_path, text, "wanda")
-
-
-# -- in parts, and again after a kill ----------------------------------------------------------------------------------
-
-
-def test_a_finished_layer_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = source(tmp_path, "mixtral")
-    pruned(tmp_path, text, "wanda", "int8", "whole")
-    keep = CheckpointLayerStore.keep
-
-    def second(store: CheckpointLayerStore, name: str, *rest: Any) -> None:
-        if name.endswith(".1"):
-            raise KeyboardInterrupt
-        keep(store, name, *rest)
-
-    monkeypatch.setattr(CheckpointLayerStore, "keep", second)
-    with pytest.raises(KeyboardInterrupt):
-        pruned(tmp_path, text, "wanda", "int8")
-    kept: list[str] = []
-    monkeypatch.setattr(
-        CheckpointLayerStore, "keep", lambda store, name, *rest: (kept.append(name), keep(store, name, *rest))
-    )
-    summary = pruned(tmp_path, text, "wanda", "int8")
-    assert kept == ["model.layers.1"]
-    assert any(".0.mlp.experts" in name for name in summary.borrowed)
-    assert same_tensors(tmp_path / "s", tmp_path / "whole")

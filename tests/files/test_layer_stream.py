@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +22,6 @@ from checkpoints import (
     make_source,
     make_w8a8,
     read_text,
-    reverse_letters,
     write_text,
 )
 from oracles import calibration_gram
@@ -33,7 +29,6 @@ from small_models import build, make
 from test_architectures import skip_if_unknown
 from torch import nn
 
-import slidesparse
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.models.hooks import hooked
@@ -112,44 +107,6 @@ def test_against_a_whole_model_in_memory(tmp_path: Path, family: str, method: st
         assert torch.equal(got == 0, expected == 0)
 
 
-@pytest.mark.parametrize("name", ["glm-5", "hy-v4"])
-@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
-def test_a_later_layer_attends_to_the_tokens_that_a_pruned_one_chose(tmp_path: Path, name: str, method: str) -> None:
-    found = ARCHITECTURES[name]
-    skip_if_unknown(found)
-    kinds = ["full", "shared", "full", "shared", "shared"]
-    make(
-        tmp_path / "m",
-        found,
-        torch.float32,
-        **{"num_hidden_layers": len(kinds), "indexer_types": kinds, "mlp_layer_types": ["dense", *["sparse"] * 4]},
-    )
-    add_tokenizer(tmp_path / "m")
-    text = calibration(tmp_path, file=str(write_text(tmp_path / "text.txt")))
-    options = PruneOptions("4:6", "fp32", method, text, ignore=(r"re:.*mlp\.experts.*",))
-    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
-    content = read_text(text.file)
-    windows = sample_windows(encode(load_tokenizer(tmp_path / "m"), content), SAMPLES, LENGTH, 0)
-    wanted = by_definition(tmp_path / "m", windows, Pattern.parse("4:6"), method)
-    loaded = slidesparse.load(tmp_path / "s", device="cpu").state_dict()
-    assert set(wanted) == set(summary.patterns)
-    for linear, expected in wanted.items():
-        torch.testing.assert_close(loaded[f"{linear}.weight"], expected, rtol=1e-3, atol=1e-4)
-
-
-def test_the_seed_decides(source: Path) -> None:
-    def run(name: str, seed: int) -> bytes:
-        options = PruneOptions("6:8", "int8", "sparsegpt", calibration(source.parent, seed=seed))
-        prune_checkpoint(source, source.parent / name, options)
-        return (source.parent / name / "model.safetensors").read_bytes()
-
-    before = contents(source)
-    first = run("a", 0)
-    assert first == run("b", 0)
-    assert first != run("c", 1)
-    assert contents(source) == before  # whose tensors are mapped, and pruned in place in memory
-
-
 def test_a_quantised_source_is_calibrated_too(source: Path) -> None:
     make_w8a8(source, source.parent / "q")
     prune_checkpoint(
@@ -163,44 +120,6 @@ def test_a_quantised_source_is_calibrated_too(source: Path) -> None:
 
 
 # -- when things go wrong ------------------------------------------------------------------------------------------
-
-
-def interrupted(source: Path) -> None:
-    """A run that is killed when its first layer is on disk."""
-    folder = source.parent
-    code = f"""
-import slidesparse.offline.calibrate.layer_store as c, os, signal
-keep = c.CheckpointLayerStore.keep
-def once(self, *args):
-    keep(self, *args)
-    os.kill(os.getpid(), signal.SIGKILL)
-c.CheckpointLayerStore.keep = once
-from slidesparse.cli import main
-main(["prune", "{source}", "{folder}/s", "--pattern", "6:8", "--dtype", "int8", "--method", "sparsegpt",
-      "--calibration", "{folder}/text.txt", "--samples", "{SAMPLES}", "--length", "{LENGTH}", "--device", "cpu",
-      "--match-steps", "5", "--no-smooth"])
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    assert run.returncode == -signal.SIGKILL
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on(source: Path) -> None:
-    folder = source.parent
-    options = PruneOptions("6:8", "int8", "sparsegpt", calibration(folder), match_steps=5, smooth=False)
-    whole = prune_checkpoint(source, folder / "whole", options)
-    interrupted(source)
-    finished = folder / "s.partial/kept/model.layers.0.safetensors"
-    stamp = finished.stat().st_mtime_ns
-    assert not (folder / "s").exists()
-    reverse_letters(source)  # the same text becomes other tokens: layers of both would stand in one checkpoint
-    with pytest.raises(CheckpointError, match="unfinished output of another run"):
-        prune_checkpoint(source, folder / "s", options)
-    add_tokenizer(source)
-    assert finished.stat().st_mtime_ns == stamp
-    resumed = prune_checkpoint(source, folder / "s", options)
-    assert contents(folder / "s") == contents(folder / "whole")
-    assert resumed.losses == whole.losses
 
 
 def refuse(source: Path, says: str, options: PruneOptions) -> None:
@@ -306,12 +225,6 @@ def test_a_stack_that_takes_a_hidden_state_apart_is_refused(name: str, windows: 
         record_inputs(model, layers, [{"input_ids": ids, "use_cache": False}])
 
 
-@pytest.mark.parametrize(("name", "depth"), [("mpt", "n_layers"), ("falcon", "num_hidden_layers")])
-def test_deep_stacks_whose_layers_give_a_tuple(name: str, depth: str) -> None:
-    """One window of the hidden state, then one token of it, then one number was taken for the next hidden state."""
-    require_same_states(*make_stack(name, **{depth: 6}), windows=2)
-
-
 INDEXERS = {
     "num_hidden_layers": 5,
     "indexer_types": ["full", "shared", "full", "shared", "shared"],
@@ -319,18 +232,20 @@ INDEXERS = {
 }
 
 
-@pytest.mark.parametrize("windows", [1, 2, 3])
+@pytest.mark.parametrize("windows", [1, 2])
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
         ("glm-5", INDEXERS),
         ("hy-v4", INDEXERS),
+        ("mpt", {"n_layers": 6}),
+        ("falcon", {"num_hidden_layers": 6}),
         ("xlnet", {"n_layer": 6}),
         ("deberta-v2", {"num_hidden_layers": 6}),
         ("bamba", {"num_hidden_layers": 6}),
     ],
 )
-def test_stacks_whose_layers_give_a_pair(name: str, changes: dict[str, Any], windows: int) -> None:
+def test_stacks_whose_layers_give_a_tuple(name: str, changes: dict[str, Any], windows: int) -> None:
     """GLM-5's and HYV4's later layers read the second thing too; the others drop it."""
     require_same_states(*make_stack(name, **changes), windows=windows)
 

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoints import by_magnitude, make_checkpoint, prune_words
+from checkpoints import by_magnitude, make_checkpoint
 
-from slidesparse.cli import main
 from slidesparse.errors import CheckpointError
 from slidesparse.files.source_files import Links, SourceFiles, survey
 from slidesparse.offline.prune import prune_checkpoint
@@ -182,18 +181,3 @@ def test_names_of_our_own_and_names_that_are_not_utf8_are_copied(tmp_path: Path)
 
 
 # -- the command ---------------------------------------------------------------------------------------------------
-
-
-def test_prune_refuses_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_checkpoint(tmp_path / "m")
-    (tmp_path / "m/notes.txt").symlink_to("/etc/passwd")
-    command = prune_words(tmp_path / "m", tmp_path / "s", "--dtype", "int8")
-    capsys.readouterr()
-    assert main(command) == 1
-    told = capsys.readouterr().err
-    assert f"slidesparse: {tmp_path}/m/notes.txt is a link out of the source; got /etc/passwd" in told
-    assert told.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["m"]
-    assert main([*command, "--links", "skip"]) == 0
-    assert "not copied, they are links: notes.txt" in capsys.readouterr().out
-    assert not (tmp_path / "s/notes.txt").exists()

@@ -197,22 +197,6 @@ def test_a_file_that_is_not_what_was_written_is_written_again(
     assert "one.safetensors is not what an earlier run wrote, and is written again" in caplog.text
 
 
-def test_a_damaged_shard_is_pruned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_checkpoint(tmp_path / "m", shard_size="60KB")
-    prune_checkpoint(tmp_path / "m", tmp_path / "whole", INT8)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("slidesparse.files.source_files.SourceFiles.copy_to", killed)
-        with pytest.raises(KeyboardInterrupt):
-            prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
-    shards = sorted((tmp_path / "s.partial/output").glob("*.safetensors"))
-    flipped(shards[1])
-    shards[2].write_text("garbage")
-    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
-    assert summary.resumed == [path.name for path in shards if path not in shards[1:3]]
-    assert contents(tmp_path / "s") == contents(tmp_path / "whole")
-
-
 def test_a_damaged_layer_is_calibrated_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_source(tmp_path, "llama", torch.float32)
     options = PruneOptions("6:8", "int8", "wanda", Calibration(str(tmp_path / "text.txt"), 4, 16))

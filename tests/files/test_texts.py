@@ -14,7 +14,6 @@ import transformers
 from checkpoints import add_tokenizer, make_checkpoint, read_text, write_text
 
 from slidesparse.base.log import log_once
-from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.offline.calibrate import texts
 from slidesparse.offline.calibrate.calibration import Calibration, calibration_windows, load_tokenizer
@@ -134,14 +133,6 @@ def test_lines_and_lists_of_documents(tmp_path: Path) -> None:
             read_text(tmp_path / "d.json")
 
 
-def test_a_template_that_fails_names_the_chat(tmp_path: Path) -> None:
-    add_tokenizer(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("{% if messages|length > 2 %}{{ raise_exception('no') }}{% endif %}")
-    (tmp_path / "c.jsonl").write_text("\n".join(json.dumps({"messages": CHAT * times}) for times in (1, 1, 2)))
-    with pytest.raises(CheckpointError, match=r"template fails on .*c\.jsonl, line 3; got TemplateError: no"):
-        read_text(tmp_path / "c.jsonl", load_tokenizer(tmp_path))
-
-
 @pytest.mark.parametrize("name", ["t.csv", "t.CSV", "t.jsonl.gz"])
 def test_tables_and_archives_are_not_read_as_text(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("id,text\n1,hello\n")
@@ -161,26 +152,6 @@ def test_the_chat_template_of_a_processor_is_read(tmp_path: Path) -> None:
     (tmp_path / "chat_template.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"chat_template\.json cannot be read"):
         load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize("command", ["wanda", "eval"])
-def test_chats_reach_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
-    """With transformers' own tokenizer, whose template is a file of the checkpoint."""
-    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
-    add_tokenizer(tmp_path / "m")
-    (tmp_path / "chats.jsonl").write_text("\n".join([json.dumps({"messages": CHAT})] * 20))
-    model, chats = str(tmp_path / "m"), str(tmp_path / "chats.jsonl")
-    words = ["eval", model, "--text", chats, "--window", "16"]
-    if command == "wanda":
-        words = ["prune", model, str(tmp_path / "q"), "--pattern", "6:8", "--dtype", "int8", "--method", "wanda"]
-        words += ["--calibration", chats, "--samples", "4", "--length", "16"]
-    capsys.readouterr()
-    assert main(words) == 1
-    assert "the tokenizer has no chat template" in capsys.readouterr().err
-    (tmp_path / "m/chat_template.jinja").write_text(TEMPLATE)
-    text = read_text(tmp_path / "chats.jsonl", load_tokenizer(tmp_path / "m"))
-    assert text.startswith("(user) what is two. (assistant) a number. ")
-    assert main(words) == 0
 
 
 def test_a_file_without_end_is_refused(tmp_path: Path) -> None:

@@ -141,18 +141,6 @@ def test_an_interrupted_run_goes_on_and_has_the_same_bytes(
     assert sorted(one.name for one in tmp_path.iterdir()) == ["chats.jsonl", "whole.jsonl"]
 
 
-def test_other_options_do_not_go_on(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_batches: None
-) -> None:
-    interrupted_at(monkeypatch, TransformersWriter, 1)
-    with pytest.raises(KeyboardInterrupt):
-        write_chats(model / "base", tmp_path / "c.jsonl", ChatOptions(3, str(model / "prompts.txt"), 4), "cpu")
-    for name in ("c", "d"):
-        other = ChatOptions(3, str(model / "prompts.txt"), 4, seed=1)
-        write_chats(model / "base", tmp_path / f"{name}.jsonl", other, "cpu")
-    assert (tmp_path / "c.jsonl").read_bytes() == (tmp_path / "d.jsonl").read_bytes()
-
-
 def test_two_commands_do_not_write_one_file(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_batches: None
 ) -> None:
@@ -314,13 +302,6 @@ def test_a_template_that_writes_nothing(model: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the chat template writes nothing"):
         write_chats(tmp_path / "base", tmp_path / "x.jsonl", ChatOptions(1, str(model / "prompts.txt"), 2), "cpu")
     assert [one.name for one in tmp_path.iterdir()] == ["base"]
-
-
-def test_a_run_without_an_answer_leaves_no_file(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupted_at(monkeypatch, TransformersWriter, 0)
-    with pytest.raises(KeyboardInterrupt):
-        write_chats(model / "base", tmp_path / "x.jsonl", ChatOptions(1, str(model / "prompts.txt"), 2), "cpu")
-    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("name", ["mamba2", "gemma3", "llava"])

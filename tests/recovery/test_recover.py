@@ -33,14 +33,11 @@ from rank_processes import run_ranks
 from small_models import build, make
 
 import slidesparse
-from slidesparse.base.progress import quietly
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.marker import Marker
 from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError, SlideSparseWarning, UnsupportedError
-from slidesparse.files.data_digest import data_digest
-from slidesparse.files.json_files import read_json, write_json
-from slidesparse.files.tensor_writer import TensorWriter, write_tensors
+from slidesparse.files.tensor_writer import write_tensors
 from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.recovery import state
 from slidesparse.recovery.networks import DenseNetwork, StudentNetwork
@@ -184,26 +181,8 @@ def test_a_killed_run_goes_on_and_has_the_same_bytes(
     assert same_bytes(tmp_path / "whole", tmp_path / "out")
 
 
-def test_an_interrupted_run_loses_no_step(pair: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    recover(pair / "pruned", pair / "base", tmp_path / "whole", options(pair))
-    step = Training._step
-
-    def interrupted(self: Training, number: int, lr: float) -> Any:
-        if number == 4:
-            raise KeyboardInterrupt
-        return step(self, number, lr)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Training, "_step", interrupted)
-        with pytest.raises(KeyboardInterrupt, match=r"keeps the state after step 4 of 6, and .* goes on from there"):
-            recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair))
-    assert (tmp_path / "out.partial/kept/step-00000004").exists()
-    recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair))
-    assert same_bytes(tmp_path / "whole", tmp_path / "out")
-
-
-def interrupted(pair: Path, out: Path, wanted: RecoverOptions) -> None:
-    """Interrupt a run in its fourth step."""
+def interrupted(pair: Path, out: Path, wanted: RecoverOptions) -> str:
+    """Interrupt a run in its fourth step, and return what is said."""
     step = Training._step
 
     def ends(self: Training, number: int, lr: float) -> Any:
@@ -213,8 +192,17 @@ def interrupted(pair: Path, out: Path, wanted: RecoverOptions) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Training, "_step", ends)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as ended:
             recover(pair / "pruned", pair / "base", out, wanted)
+    return str(ended.value)
+
+
+def test_an_interrupted_run_loses_no_step(pair: Path, tmp_path: Path) -> None:
+    recover(pair / "pruned", pair / "base", tmp_path / "whole", options(pair))
+    said = interrupted(pair, tmp_path / "out", options(pair))
+    assert re.search(r"keeps the state after step 3 of 6, and .* goes on from there", said)
+    recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair))
+    assert same_bytes(tmp_path / "whole", tmp_path / "out")
 
 
 def test_a_text_is_known_by_what_is_in_it(pair: Path, tmp_path: Path) -> None:
@@ -229,12 +217,12 @@ def test_a_text_is_known_by_what_is_in_it(pair: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out/recover.json").read_text())["options"]["texts"] == ["b.txt"]
 
 
-@pytest.mark.parametrize("name", ["rank-0.safetensors", "progress.json"])
-def test_one_flipped_bit_of_a_state_is_found(pair: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("place", [0.5, 0.9999], ids=["a tensor", "the progress"])
+def test_one_flipped_bit_of_a_state_is_found(pair: Path, tmp_path: Path, place: float) -> None:
     interrupted(pair, tmp_path / "out", options(pair))
-    path = tmp_path / "out.partial/kept/step-00000003" / name
+    path = tmp_path / "out.partial/kept/step-00000003/rank-0.safetensors"
     content = bytearray(path.read_bytes())
-    content[content.index(b".", content.index(b"losses")) + 1 if name.endswith("json") else -3] ^= 1
+    content[int(place * len(content))] ^= 1
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"damaged; got other .*; remove .*out.partial and run again"):
         recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair))
@@ -246,34 +234,12 @@ def test_a_state_of_several_processes_is_taken_over_by_one(pair: Path, tmp_path:
     interrupted(pair, tmp_path / "out", options(pair))
     kept = tmp_path / "out.partial/kept/step-00000003"
     values = safetensors.torch.load_file(kept / "rank-0.safetensors")
-    digests = []
+    progress = {state.PROGRESS: values.pop(state.PROGRESS)}
     for rank in range(3):
         parts = {name: (one.tensor_split([30, 60])[rank] if one.dim() else one) for name, one in values.items()}
-        write_tensors(kept / f"rank-{rank}.safetensors", parts)
-        digests.append({name: data_digest(one) for name, one in parts.items()})
-    content = {"progress": read_json(kept / "progress.json")["progress"], "digests": digests}
-    write_json(kept / "progress.json", {**content, "seal": state._seal(content)})
+        write_tensors(kept / f"rank-{rank}.safetensors", parts if rank else parts | progress)
     recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair))
     assert same_bytes(tmp_path / "whole", tmp_path / "out")
-
-
-def test_two_processes_learn_what_one_does(pair: Path, tmp_path: Path) -> None:
-    """And a run of one that was killed goes on with two."""
-    words = ["recover", pair / "pruned", "--dense", pair / "base", "--text", pair / "text.txt", "--tokens", "1536"]
-    words += ["--batch", "256", "--window", "32", "--eval-windows", "7", "--lr", "3e-3", "--device", "cpu"]
-    words += ["--micro-batch", "2"]
-    assert main([*map(str, words), str(tmp_path / "one"), "--json"]) == 0
-    ended = run_ranks(tmp_path, 2, [*words, tmp_path / "two", "--json"])
-    assert [one.status for one in ended] == [0, 0], ended
-    one, two = tensors(tmp_path / "one"), tensors(tmp_path / "two")
-    first, second = (json.loads((tmp_path / name / "recover.json").read_text()) for name in ("one", "two"))
-    for when in ("before", "after"):
-        assert second[when]["kl"] == pytest.approx(first[when]["kl"], rel=1e-3)
-    pruned = tensors(pair / "pruned")
-    for name, value in one.items():
-        assert torch.equal(two[name] == 0, value == 0)
-        moved = (value.float() - pruned[name].float()).norm()
-        assert float((two[name].float() - value.float()).norm()) <= 0.02 * float(moved)
 
 
 def test_a_state_of_one_process_is_taken_over_by_two(pair: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -297,6 +263,11 @@ def test_a_state_of_one_process_is_taken_over_by_two(pair: Path, tmp_path: Path,
     first, second = (json.loads((tmp_path / name / "recover.json").read_text()) for name in ("whole", "out"))
     assert second["steps"] == 6
     assert second["after"]["kl"] == pytest.approx(first["after"]["kl"], rel=1e-3)
+    one, two, pruned = (tensors(path) for path in (tmp_path / "whole", tmp_path / "out", pair / "pruned"))
+    for name, value in one.items():
+        assert torch.equal(two[name] == 0, value == 0)
+        moved = (value.float() - pruned[name].float()).norm()
+        assert float((two[name].float() - value.float()).norm()) <= 0.02 * float(moved)
 
 
 def test_activations_that_are_computed_again_change_nothing(pair: Path, tmp_path: Path) -> None:
@@ -406,13 +377,6 @@ def test_the_weights_of_before_are_kept_where_training_made_them_worse(pair: Pat
     few = "only 256 tokens: another text may give quite other figures; use more text, or a larger --eval-windows"
     assert few in found.describe().splitlines()
     assert few not in replace(found, eval_tokens=1000).describe()
-    usual = replace(found, ended_early=True).describe()
-    with quietly():
-        quiet = replace(found, ended_early=True).describe()
-    for advice in (f"{few}\n", "; use a lower --lr", "; try more text and --tokens, or another --lr"):
-        assert usual.count(advice) == 1
-        usual = usual.replace(advice, "")
-    assert quiet == usual
     before, after = tensors(pair / "pruned"), tensors(tmp_path / "out")
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -533,13 +497,6 @@ def test_a_model_that_is_not_pruned(pair: Path, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "holes")
     add_tokenizer(tmp_path / "holes")
     refused(pair, "is not pruned; got zeros that follow no pattern", pruned=tmp_path / "holes")
-    for name, part in (("claims", slice(3, 4)), ("dense", slice(None))):  # a row of a marked linear, and all of it
-        model = transformers.LlamaForCausalLM.from_pretrained(pair / "pruned", dtype=torch.bfloat16)
-        model.model.layers[1].mlp.down_proj.weight.data[part] = 1
-        model.save_pretrained(tmp_path / name)
-        add_tokenizer(tmp_path / name)
-        with pytest.raises(InputError, match=rf"layers.1.mlp.down_proj.weight violates 2:4 at row {part.start or 0}"):
-            recover(tmp_path / name, pair / "base", tmp_path / "out", options(pair))
 
 
 @pytest.mark.parametrize("scale", [1.001, 4.0])
@@ -643,16 +600,15 @@ def test_options_that_cannot_be_used(pair: Path, changes: dict[str, Any], said: 
 def test_a_full_disk_keeps_the_last_state(pair: Path, tmp_path: Path, monkeypatch: Any) -> None:
     saved: list[Path] = []
 
-    class Full(TensorWriter):
-        def __init__(self, path: Path, tensors: Any) -> None:
-            if len(saved) == 2:
-                raise OSError(28, "No space left on device")
-            saved.append(path)
-            super().__init__(path, tensors)
+    def full(path: Path, values: Any) -> None:
+        if len(saved) == 2:
+            raise OSError(28, "No space left on device")
+        saved.append(path)
+        write_tensors(path, values)
 
     wanted = options(pair, save_minutes=1e-9)
     with monkeypatch.context() as patch:
-        patch.setattr(state, "TensorWriter", Full)
+        patch.setattr(state, "write_tensors", full)
         with pytest.raises(CheckpointError, match=r"the disk of .* is full; got No space left"):
             recover(pair / "pruned", pair / "base", tmp_path / "out", wanted)
     assert [one.name for one in (tmp_path / "out.partial/kept").glob("step-*")] == ["step-00000002"]

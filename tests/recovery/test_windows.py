@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tokenizers
 import torch
 import transformers
-from checkpoints import SMALL, add_tokenizer, make_checkpoint, prune_words, put_bos_first, write_text
+from checkpoints import SMALL, add_tokenizer, put_bos_first, write_text
 
-from slidesparse.cli import main
 from slidesparse.errors import InputError
 from slidesparse.files.mixed_texts import weighted, without_folder
 from slidesparse.models.perplexity import measure_perplexity
@@ -179,18 +176,3 @@ def test_a_record_names_files_without_their_folders_and_data_sets_whole(
     monkeypatch.chdir(tmp_path)
     given = (f"{tmp_path}/a.txt:0.5", f"{tmp_path}/of:2", ".", "owner/data:python", "owner/data:2", "default")
     assert [*map(without_folder, given)] == ["a.txt:0.5", "of:2", tmp_path.name, *given[3:]]
-
-
-def test_prune_takes_several_texts(tmp_path: Path, capsys: Any) -> None:
-    make_checkpoint(tmp_path / "m")
-    add_tokenizer(tmp_path / "m")
-    put_bos_first(tmp_path / "m")
-    write_text(tmp_path / "text.txt", 200)
-    lines = [json.dumps({"text": "a second text, " * 20})] * 4
-    (tmp_path / "other.jsonl").write_text("\n".join(lines))
-    words = [*prune_words(tmp_path / "m", tmp_path / "q", "--dtype", "int8"), "--method", "wanda"]
-    words += ["--samples", "8", "--length", "16", "--device", "cpu"]
-    texts = ["--calibration", f"{tmp_path / 'text.txt'}:2", "--calibration", str(tmp_path / "other.jsonl")]
-    assert main([*words, *texts]) == 0
-    card = (tmp_path / "q/README.md").read_text()
-    assert "8 windows of 16 tokens of text.txt, other.jsonl" in card

@@ -114,9 +114,8 @@ class TensorWriter:
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write tensors that are in memory into a file, with digests for :meth:`TensorReader.verified`."""
-    tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
     stored = {name: Stored(STORED_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
-    digests = json.dumps({name: data_digest(tensor) for name, tensor in tensors.items()})
+    digests = json.dumps({name: data_digest(tensor.cpu()) for name, tensor in tensors.items()})
     with TensorWriter(path, stored, {**(metadata or {}), DIGESTS: digests}) as writer:
         for name, tensor in tensors.items():
-            writer.write(name, tensor)
+            writer.write(name, tensor.cpu())

@@ -109,7 +109,6 @@ def evaluate(
     bos: bool = True,
     device: str | torch.device | None = None,
     revision: str | None = None,
-    progress: bool | None = None,
 ) -> Evaluation:
     """Evaluate a checkpoint as ``slidesparse eval`` does: perplexity on a text, scores in tasks, or both.
 
@@ -125,7 +124,6 @@ def evaluate(
         bos: Begin each window with the tokenizer's special tokens, such as BOS.
         device: ``cpu`` or ``cuda``; None: a GPU when there is one.
         revision: Branch, tag or commit of a model of the hub; None: its main branch.
-        progress: Whether to show bars; None: on a terminal.
 
     Returns:
         The evaluation; ``describe()`` is what the command prints, and ``to_json()`` what it prints with ``--json``.
@@ -164,11 +162,11 @@ def evaluate(
     model = load_any(source, where)
     measured = None
     if documents is not None:
-        tokens = tokens_of(documents, tokenizer, progress)
+        tokens = tokens_of(documents, tokenizer, show=None)
         check_tokens(tokens, model.config, source.path)
         content = as_text(documents, tokenizer)  # for the bytes of the text
         before = (tokens_before(tokenizer) if bos else tokens[:0]).to(where)
-        measured = _perplexity(model, tokens.to(where), before, content, window, stride, batch, progress)
+        measured = _perplexity(model, tokens.to(where), before, content, window, stride, batch)
     scores = {} if harness is None else _run_tasks(harness, model, tokenizer, tasks, limit, batch)
     experts = how_experts_ran(source, model)
     return Evaluation(str(source.path), None if text is None else str(text), measured, scores, experts)
@@ -184,7 +182,7 @@ def _refuse_idle(options: Mapping[str, int | None], of: str, needed: str) -> Non
 
 def _perplexity(
     model: Any, tokens: torch.Tensor, before: torch.Tensor, content: str,
-    window: int | None, stride: int | None, batch: int, progress: bool | None,
+    window: int | None, stride: int | None, batch: int,
 ) -> Perplexity:  # fmt: skip
     if len(before) and torch.equal(tokens[: len(before)], before):
         tokens = tokens[len(before) :]
@@ -193,9 +191,9 @@ def _perplexity(
     if window > most:
         raise InputError("--window", got=window, needed=f"at most {most}, the model's positions")
     stride = max(window // 2, 1) if stride is None else stride
-    if tokens.device.type == "cpu" and progress is not False:
+    if tokens.device.type == "cpu":
         say("eval", _cost(model, tokens, before, window, stride))
-    with progress_bar("eval", max(len(tokens) - 1, 0), unit="tokens", show=progress) as advance:
+    with progress_bar("eval", max(len(tokens) - 1, 0), unit="tokens") as advance:
         how: Any = {"n_bytes": len(content.encode()), "batch": batch, "advance": advance, "before": before}
         return measure_perplexity(logits_of(model), tokens, window, stride, **how)
 
@@ -262,12 +260,9 @@ def _harness() -> Any:
     try:
         import lm_eval
         import lm_eval.models.huggingface
-    except ImportError as error:
-        raise UnsupportedError("lm-evaluation-harness is not installed", remedy=remedy) from error
-    except Exception as error:  # 0.4.9 looks for a class that transformers no longer has
-        raise UnsupportedError(
-            "lm-evaluation-harness cannot be imported", got=first_line(error), remedy=remedy
-        ) from error
+    except Exception as error:  # missing, or 0.4.9, which looks for a class that transformers no longer has
+        what = "lm-evaluation-harness cannot be imported"
+        raise UnsupportedError(what, got=first_line(error), remedy=remedy) from error
     return lm_eval
 
 

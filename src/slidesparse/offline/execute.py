@@ -142,24 +142,13 @@ def write_shard(
     """Write one output shard, and return the digests of its tensors."""
     with TensorWriter(path, {name: one for job in jobs.values() for name, one in job.outputs.items()}) as writer:
         for tensor, job in jobs.items():
-            write_tensor(writer, tensor, job, weights, advance)
+            stored = (weights.stored(tensor, job, index) for index in range(len(job.becomes)))
+            if job.layer is None:
+                writer.write(tensor, weights.copied(tensor))
+            elif tensor in job.outputs and len(job.outputs[tensor].shape) == 3:  # experts that still share a tensor
+                writer.write_parts(tensor, (one[tensor].cpu() for one in stored))
+            else:
+                for name, value in ((name, value) for one in stored for name, value in one.items()):
+                    writer.write(name, value.cpu())
+            advance(sum(one.n_bytes for one in job.outputs.values()))
     return writer.digests
-
-
-def write_tensor(
-    writer: TensorWriter, tensor: str, job: TensorJob, weights: Weights, advance: Callable[[int], None]
-) -> None:
-    """Write the outputs of one tensor of the source."""
-    if job.layer is None:
-        writer.write(tensor, weights.copied(tensor))
-        advance(job.outputs[tensor].n_bytes)
-        return
-    stored = (weights.stored(tensor, job, index) for index in range(len(job.becomes)))
-    if tensor in job.outputs and len(job.outputs[tensor].shape) == 3:  # experts that still share a tensor
-        writer.write_parts(tensor, (one[tensor].cpu() for one in stored))
-        advance(job.outputs[tensor].n_bytes)
-        return
-    for one in stored:
-        for name, value in one.items():
-            writer.write(name, value.cpu())
-            advance(job.outputs[name].n_bytes)

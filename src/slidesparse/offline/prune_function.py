@@ -21,7 +21,7 @@ from slidesparse.offline.outcome import PruneSummary
 from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.offline.prune_options import PruneOptions, PruneRounding, check_options
 
-Texts: TypeAlias = str | Path | Sequence[str | Path] | Calibration
+Texts: TypeAlias = str | Path | Sequence[str | Path]
 
 
 def prune(
@@ -116,11 +116,6 @@ def prune(
 
 def _calibration(texts: Texts | None, method: str, windows: dict[str, Any]) -> Calibration | None:
     """Return the calibration of a method; None where it needs none."""
-    if isinstance(texts, Calibration):
-        if windows:
-            remedy = f"give {', '.join(windows)} to Calibration"
-            raise InputError("options without effect", got="a Calibration and its windows", remedy=remedy)
-        return texts
     if texts is None:
         return calibration_for(method, [], windows)
     files = [str(texts)] if isinstance(texts, str | Path) else [*map(str, list_of_names(texts, "calibration"))]

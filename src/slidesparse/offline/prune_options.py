@@ -27,24 +27,9 @@ ROUNDINGS: tuple[PruneRounding, ...] = get_args(PruneRounding)
 
 @dataclass(frozen=True)
 class PruneOptions:
-    """The options of pruning a checkpoint.
+    """The options of pruning a checkpoint: arguments of :func:`slidesparse.prune`, by their names.
 
-    Attributes:
-        pattern: The common pattern.
-        dtype: ``int8`` or ``fp8``; or the source's own float type, to prune without quantising. None: ``int8``, or the
-            type of a source that is quantised already.
-        method: Pruning method.
-        calibration: Text for methods that need it. None: Python's standard library.
-        rounding: Rounding of INT8 weights: ``absmax`` per channel, ``ternary`` (BitNet b1.58), or ``6bit``, per channel
-            to multiples of 4 (:func:`slidesparse.weights.quant.quantize_rows_to_six_bits`). Dense exceptions to a
-            pattern keep 8 bits.
-        ignore: Linears to leave alone: exact names or ``re:`` expressions.
-        layers: Exceptions to the common pattern: name or ``re:`` expression -> pattern.
-        lm_head: Treat the output embedding too.
-        part: The part of a multimodal model to treat: ``language``, ``vision`` or ``all``.
-        match_steps: Training steps of each pruned layer towards the dense one's outputs; 0: none.
-        smooth: Fold outliers of activations into weights of calibrated INT8 first, as far as the model allows: see
-            :mod:`slidesparse.models.smooth`.
+    Dense exceptions to a pattern keep 8 bits, whatever the rounding of the others.
     """
 
     pattern: str

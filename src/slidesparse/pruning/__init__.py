@@ -1,9 +1,10 @@
 """Pruning to a pattern: costs of removal, and the mask of least cost."""
 
-from slidesparse.pruning.base import METHODS, Linears, Pruner, get_pruner, register_pruner
+from slidesparse.pruning.base import Linears, Pruner
 from slidesparse.pruning.gram import output_error, rounding_error
 from slidesparse.pruning.magnitude import Magnitude
 from slidesparse.pruning.mask import prune_mask
+from slidesparse.pruning.methods import METHODS, get_pruner
 from slidesparse.pruning.round_outputs import RoundForOutputs
 from slidesparse.pruning.sparsegpt import SparseGPT
 from slidesparse.pruning.wanda import Wanda
@@ -19,6 +20,5 @@ __all__ = [
     "get_pruner",
     "output_error",
     "prune_mask",
-    "register_pruner",
     "rounding_error",
 ]

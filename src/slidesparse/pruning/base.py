@@ -7,14 +7,12 @@ values, as SparseGPT does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from slidesparse.base.arguments import shown
-from slidesparse.errors import InputError
 from slidesparse.weights.pattern import Pattern
 
 
@@ -43,23 +41,3 @@ class Pruner(Protocol):
     def prune(self, linears: Linears) -> dict[str, torch.Tensor]:
         """Return the pruned weights by name, in their types and shapes; removed weights are exactly zero."""
         ...
-
-
-METHODS: dict[str, Callable[[], Pruner]] = {}
-"""Name -> constructor of every known method."""
-
-
-def register_pruner(name: str, make: Callable[[], Pruner]) -> None:
-    """Register a method as ``name``."""
-    METHODS[name] = make
-
-
-def get_pruner(name: str) -> Pruner:
-    """Return the method of that name.
-
-    Raises:
-        InputError: The name is unknown.
-    """
-    if not isinstance(name, str) or name not in METHODS:
-        raise InputError("unknown pruning method", got=shown(name), needed=f"one of {', '.join(METHODS)}")
-    return METHODS[name]()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slidesparse.pruning.base import Linears, register_pruner
+from slidesparse.pruning.base import Linears
 from slidesparse.pruning.mask import kept_by, magnitude_cost, masked
 from slidesparse.weights.support import check_weight
 
@@ -21,6 +21,3 @@ class Magnitude:
             check_weight(weight, name)
         masks = (kept_by(magnitude_cost(w), linears.pattern) for w in linears.weights.values())
         return masked(linears.weights, masks)
-
-
-register_pruner(Magnitude.name, Magnitude)

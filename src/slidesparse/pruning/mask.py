@@ -11,40 +11,22 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from slidesparse.errors import InputError
 from slidesparse.weights.pattern import DENSE, Pattern
-from slidesparse.weights.support import check_weight, grouped, is_nonzero, require_dense
+from slidesparse.weights.support import check_weight, grouped, is_nonzero
 
 
-def prune_mask(weight: torch.Tensor, pattern: Pattern | str, cost: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the mask of kept weights: bool [out, in], at most ``keep`` in every group.
+def prune_mask(weight: torch.Tensor, pattern: Pattern | str) -> torch.Tensor:
+    """Return the mask of the largest weights: bool [out, in], at most ``keep`` in every group.
 
     Args:
         weight: [out, in], any supported type.
         pattern: The pattern; groups are aligned to column 0.
-        cost: float32 [out, in], the cost of removing each weight; None: ``w^2`` (magnitude pruning).
 
     >>> prune_mask(torch.tensor([[4.0, 3, 2, 1, 5, 6, 7, 8]]), "6:8").int().tolist()
     [[1, 1, 0, 0, 1, 1, 1, 1]]
     """
     check_weight(weight)
-    return kept_by(cost_of(weight, cost), Pattern.parse(pattern))
-
-
-def cost_of(weight: torch.Tensor, cost: torch.Tensor | None) -> torch.Tensor:
-    """Return a cost after a check of its shape and type; None: :func:`magnitude_cost`.
-
-    Raises:
-        InputError: It has another shape, no values, or is no number.
-    """
-    if cost is None:
-        return magnitude_cost(weight)
-    require_dense(cost, "pruning cost")
-    if cost.is_complex() or cost.dtype == torch.bool or cost.is_meta:
-        raise InputError("pruning cost", got=f"{cost.dtype} on {cost.device}", needed="float32 with values")
-    if cost.shape != weight.shape:
-        raise InputError("pruning cost", got=list(cost.shape), needed=f"{list(weight.shape)}, as the weight")
-    return cost.to(torch.float32)
+    return kept_by(magnitude_cost(weight), Pattern.parse(pattern))
 
 
 def magnitude_cost(weight: torch.Tensor) -> torch.Tensor:
@@ -63,7 +45,6 @@ def positive_where(nonzero: torch.Tensor, cost: torch.Tensor) -> torch.Tensor:
 
 def kept_by(cost: torch.Tensor, pattern: Pattern) -> torch.Tensor:
     """Return the mask of least cost: float32 [out, in], non-negative and finite -> bool [out, in]."""
-    check_cost(cost)
     # Without gradients: a mask has none, and torch refuses to write a result that would have one into given memory.
     return ~cheapest(cost.detach().to(torch.float32), pattern)
 
@@ -74,12 +55,6 @@ def masked(weights: Mapping[str, torch.Tensor], masks: Iterable[torch.Tensor]) -
         name: torch.where(mask, weight, torch.zeros((), dtype=weight.dtype))
         for (name, weight), mask in zip(weights.items(), masks, strict=True)
     }
-
-
-def check_cost(cost: torch.Tensor) -> None:
-    """Raise an InputError for costs that are negative, NaN or Inf."""
-    if cost.numel() and not bool((cost.amin() >= 0) & (cost.amax() <= torch.finfo(torch.float32).max)):  # no NaN either
-        raise InputError("a pruning cost is negative, NaN or Inf", needed="finite costs >= 0")
 
 
 def cheapest(cost: torch.Tensor, pattern: Pattern) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 
 from slidesparse.base.log import LOG
 from slidesparse.errors import InputError
-from slidesparse.pruning.base import Linears, register_pruner
+from slidesparse.pruning.base import Linears
 from slidesparse.pruning.gram import checked_gram
 from slidesparse.pruning.mask import cheapest, positive_where
 from slidesparse.pruning.solve_kept import better_rows, solve_kept
@@ -125,6 +125,3 @@ def sweep(weight: torch.Tensor, factor: torch.Tensor, pattern: Pattern) -> torch
             current[:, last:end] -= errors[:, first - start : last - start] @ factor[first:last, last:end]
         current[:, end:] -= errors @ factor[start:end, end:]
     return current
-
-
-register_pruner(SparseGPT.name, SparseGPT)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from slidesparse.pruning.base import Linears, register_pruner
+from slidesparse.pruning.base import Linears
 from slidesparse.pruning.gram import checked_gram
 from slidesparse.pruning.mask import kept_by, masked, positive_where
 from slidesparse.weights.support import is_nonzero
@@ -37,6 +37,3 @@ def wanda_cost(weight: torch.Tensor, squared_norms: torch.Tensor) -> torch.Tenso
     """
     # A weight of an input without activations is free to remove, yet costs more than a zero.
     return positive_where(is_nonzero(weight), weight.to(torch.float32).square() * squared_norms)
-
-
-register_pruner(Wanda.name, Wanda)

@@ -56,24 +56,9 @@ def parse_amount(text: str, name: str = "--tokens") -> int:
 
 @dataclass(frozen=True)
 class RecoverOptions:
-    """Options of a run; ``micro_batch``, ``save_minutes`` and ``gradient_checkpointing`` do not change the result.
+    """Options of a run: arguments of :func:`slidesparse.recover`, by their names.
 
-    Attributes:
-        texts: Texts and chats as ``FILE`` or ``FILE:WEIGHT`` (:func:`slidesparse.files.mixed_texts.weighted`).
-        tokens: Budget in tokens; None where it is in minutes.
-        minutes: Budget in minutes of training; None where it is in tokens.
-        lr: Peak learning rate of AdamW; None: :func:`default_lr`.
-        batch: Tokens of a step, over all processes.
-        window: Tokens of a text window.
-        eval_windows: Text windows kept out of training, to evaluate the model on.
-        seed: Seed of the training order and of the choice of evaluation windows.
-        train: See :data:`Trained`.
-        dtype: Type of the served weights and activations, to which training rounds them; None: no rounding.
-        rounding: Rounding of INT8 weights.
-        bos: Begin each window with the tokenizer's special tokens, such as BOS.
-        micro_batch: Most windows in one forward pass of a GPU.
-        save_minutes: Minutes between two saved states.
-        gradient_checkpointing: See :data:`GradientCheckpointing`.
+    ``micro_batch``, ``save_minutes`` and ``gradient_checkpointing`` do not change the result.
 
     Raises:
         InputError: A value is out of range or unknown.

@@ -9,8 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import repeat, takewhile
 from pathlib import Path
@@ -87,7 +86,7 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str) -> N
         first = _answers_in(file, part, ids, vocabulary)
         again = f"; {first} are there from an interrupted run" if first else ""
         LOG.warning("%d answers of at most %d tokens, by %s on %s%s", len(ids), longest, kind.name, device, again)
-        with _left_in_order(part), progress_bar("answers", len(ids), unit="answers") as advance:
+        with progress_bar("answers", len(ids), unit="answers") as advance:
             advance(first)
             for start in range(first, len(ids), kind.at_once):
                 began, some = time.monotonic(), slice(start, start + kind.at_once)
@@ -101,17 +100,6 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str) -> N
                     minutes = (time.monotonic() - began) / 60 / len(answers) * left
                     LOG.warning("about %.1f minutes for the other %d answers", minutes, left)
             part.replace(path)
-
-
-@contextmanager
-def _left_in_order(part: Path) -> Iterator[None]:
-    """Remove a file after an exception if there is no answer in it."""
-    try:
-        yield
-    except BaseException:
-        if part.exists() and not part.stat().st_size:
-            part.unlink()
-        raise
 
 
 def _line(asked: Chat, text: str, tokens: list[int], vocabulary: str) -> bytes:
@@ -148,19 +136,17 @@ def _is_answer(line: bytes, vocabulary: str, asked: Sequence[int] = ()) -> bool:
     return line.endswith(b"\n") and chat.tokens[: len(asked)] == [*asked]
 
 
-def _is_whole(path: Path, count: int, vocabulary: str) -> bool:
-    with open(path, "rb") as file:
-        return sum(_is_answer(line, vocabulary) for line in file) == count
-
-
 def kept_chats(model: Path, options: ChatOptions, device: str, ranks: Ranks = ALONE) -> Path:
     """Return the file of a model's chats in the user's cache folder; the first process writes a missing one."""
     tokenizer = load_tokenizer(model)
-    path = cache_folder() / "chats" / f"{model.name}-{options.count}-{_key(model, tokenizer, options)}.jsonl"
+    path, vocabulary = cache_folder() / "chats", vocabulary_digest(tokenizer)
+    path /= f"{model.name}-{options.count}-{_key(model, tokenizer, options)}.jsonl"
     with ranks.first_alone():
-        if ranks.is_first and path.exists() and not _is_whole(path, options.count, vocabulary_digest(tokenizer)):
-            LOG.warning("%s is damaged, and is written again", path)
-            path.unlink()
+        if ranks.is_first and path.exists():
+            answers = [_is_answer(line, vocabulary) for line in path.read_bytes().splitlines(keepends=True)]
+            if answers != [True] * options.count:
+                LOG.warning("%s is damaged, and is written again", path)
+                path.unlink()
         if ranks.is_first and not path.exists():
             path.parent.mkdir(mode=0o700, exist_ok=True)
             write = _write_in_child if writer_class(options.writer, device) is VllmWriter else write_chats

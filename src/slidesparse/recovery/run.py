@@ -56,20 +56,8 @@ def recover(
 ) -> Recovery:
     """Train a pruned checkpoint toward the dense model it came from, into a new folder.
 
-    Processes that torchrun started call this together, with equal arguments but for the device.
-
-    Args:
-        pruned: Checkpoint in a float type, with zeros in a pattern.
-        dense: Checkpoint from which it was pruned.
-        destination: Folder that does not exist.
-        options: Options of the run.
-        device: Device of this process.
-        ranks: The processes.
-
-    Raises:
-        CheckpointError: A checkpoint cannot be used, or the two do not belong together; the disk is full.
-        InputError: A text, an option or a path cannot be used.
-        UnsupportedError: There is no such device, or its memory is too small.
+    Processes that torchrun started call this together, with equal arguments but for the device. Arguments and errors
+    are those of :func:`slidesparse.recover`.
     """
     where = usable_device(device)
     pair = Pair(usable_path(pruned, "pruned checkpoint"), usable_path(dense, "dense checkpoint"), options)

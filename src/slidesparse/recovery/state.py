@@ -1,13 +1,13 @@
-"""Saved states of a run, of safetensors and JSON; any number of processes may resume from one.
+"""Saved states of a run, of safetensors; any number of processes may resume from one.
 
 A state is the weights, AdamW's moments and the number of steps: the order of windows is a function of the step, and
 nothing is drawn at random. Each process writes its parts of the tensors, which FSDP2 divides by rows, into a file of
-its own. A state gets its name once it is complete, and then replaces the one before.
+its own with digests; the first one's holds the progress too, as bytes of JSON. A state gets its name once it is
+complete, and then replaces the one before.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -19,15 +19,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from slidesparse.base.ranks import Ranks
-from slidesparse.base.typed_json import decode
+from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.errors import CheckpointError, SlideSparseError
-from slidesparse.files.data_digest import data_digest
-from slidesparse.files.json_files import read_json, write_json
-from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_reader import TensorReader
-from slidesparse.files.tensor_writer import TensorWriter
+from slidesparse.files.tensor_writer import write_tensors
 
-NAME, PROGRESS = "step-", "progress.json"
+NAME, PROGRESS = "step-", "progress"
 
 
 @dataclass
@@ -75,31 +72,23 @@ class State:
             shutil.rmtree(new, ignore_errors=True)
             new.mkdir()
         ranks.wait()
+        own = {name: _own(one) for name, one in self._tensors().items()}
+        if ranks.is_first:
+            own[PROGRESS] = torch.frombuffer(bytearray(json.dumps(asdict(progress)).encode()), dtype=torch.uint8)
         try:
-            own = self._write(new / _file(ranks.rank))
+            write_tensors(new / _file(ranks.rank), own)
         except OSError:
             if ranks.is_first:
                 shutil.rmtree(new, ignore_errors=True)
             raise
-        digests = ranks.gather(own)
+        ranks.wait()
         if ranks.is_first:
-            content = {"progress": asdict(progress), "digests": digests}
-            write_json(new / PROGRESS, {**content, "seal": _seal(content)})
             shutil.rmtree(final, ignore_errors=True)  # of a run that began anew
             new.rename(final)
             for other in self.folder.glob(f"{NAME}*"):
                 if other != final:
                     shutil.rmtree(other)
         ranks.wait()
-
-    def _write(self, path: Path) -> dict[str, str]:
-        """Write this process's parts, and return their digests."""
-        own = {name: _own(one) for name, one in self._tensors().items()}
-        stored = {name: Stored(STORED_NAMES[one.dtype], tuple(one.shape)) for name, one in own.items()}
-        with TensorWriter(path, stored) as writer:
-            for name, one in own.items():
-                writer.write(name, one.cpu())
-        return writer.digests
 
     def load(self, ranks: Ranks) -> Progress:
         """Load the last state and return its progress, zero where there is none.
@@ -118,24 +107,14 @@ class State:
 
     @torch.no_grad()
     def _loaded(self, saved: Path, ranks: Ranks) -> Progress:
-        content = read_json(saved / PROGRESS)
-        if content.pop("seal", None) != _seal(content):
-            raise CheckpointError(f"{saved / PROGRESS} is damaged", got="other content than was written")
-        progress: Progress = decode(Progress, content.get("progress"), "progress")
-        digests = decode(list[dict[str, str]], content.get("digests"), "digests")
-        readers = [TensorReader(saved / _file(rank)) for rank in range(len(digests))]
-
-        def part(rank: int, name: str) -> torch.Tensor:
-            value = readers[rank].tensor(name)
-            if digests[rank].get(name) != data_digest(value):
-                raise CheckpointError(f"{readers[rank].path} is damaged", got=f"other data of {name} than were written")
-            return value
-
+        readers = [TensorReader(saved / _file(rank)) for rank in range(len([*saved.iterdir()]))]
+        written = parse_json(readers[0].verified(PROGRESS).numpy().tobytes(), PROGRESS)
+        progress: Progress = decode(Progress, written, PROGRESS)
         for name, tensor in self._tensors().items():
             if not isinstance(tensor, DTensor) or len(readers) == ranks.world:
-                value = part(ranks.rank if isinstance(tensor, DTensor) else 0, name)
+                value = readers[ranks.rank if isinstance(tensor, DTensor) else 0].verified(name)
             else:  # FSDP2 divides the first dimension
-                whole = torch.cat([part(rank, name) for rank in range(len(readers))]).to(tensor.device)
+                whole = torch.cat([one.verified(name) for one in readers]).to(tensor.device)
                 value = _own(distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None))
             own = _own(tensor)
             if value.shape != own.shape:
@@ -151,10 +130,6 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
 
 def _file(rank: int) -> str:
     return f"rank-{rank}.safetensors"
-
-
-def _seal(content: Mapping[str, object]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def last_saved(folder: Path) -> Path | None:

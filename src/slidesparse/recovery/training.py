@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -62,12 +62,13 @@ class Training:
 
     def run(self, state: State, progress: Progress) -> None:
         """Train until the budget is spent, or no step has a finite loss any more; save the state at intervals."""
-        options, report = self.options, _Report(self.options, progress)
+        options, first, begun, shown = self.options, progress.step, time.monotonic(), 0
         spent, saved = options.spent(progress.step, progress.seconds), time.monotonic()
+        whole = (options.steps or 0) * options.step_tokens or round(60 * (options.minutes or 0))
         unit = "seconds" if options.tokens is None else "tokens"
-        with progress_bar("recover", report.total, unit=unit) as advance:
+        with progress_bar("recover", whole, unit=unit) as advance:
             while spent < 1 and progress.in_a_row < MOST_LEFT_OUT:
-                begun = time.monotonic()
+                started = time.monotonic()
                 try:
                     loss, finite = self._step(progress.step, lr_share(spent) * self.lr)
                 except KeyboardInterrupt:
@@ -80,9 +81,11 @@ class Training:
                 progress.left_out += not finite
                 if finite:
                     progress.losses.append(round(loss, 6))
-                progress.seconds = self._same(progress.seconds + time.monotonic() - begun)
+                progress.seconds = self._same(progress.seconds + time.monotonic() - started)
                 spent = options.spent(progress.step, progress.seconds)
-                report.step(advance, loss, spent)
+                speed = (progress.step - first) * options.step_tokens / (time.monotonic() - begun)
+                advance(round(spent * whole) - shown, f"loss {loss:.4f}, {speed:.0f} tokens/s")
+                shown = round(spent * whole)
                 if self._same(time.monotonic() - saved) > 60 * options.save_minutes:
                     state.save(progress, self.ranks)
                     saved = time.monotonic()
@@ -146,20 +149,3 @@ class Training:
         kl, loss, dense_loss, same = sums.tolist()
         tokens, next_ = windows.numel(), windows.numel() - len(windows)
         return {"kl": kl / tokens, "loss": loss / next_, "dense_loss": dense_loss / next_, "same": same / tokens}
-
-
-class _Report:
-    """Progress of a run as its bar shows it."""
-
-    def __init__(self, options: RecoverOptions, progress: Progress) -> None:
-        self.options, self.progress = options, progress
-        self.begun, self.first = time.monotonic(), progress.step
-        self.shown = 0
-        self.total = (options.steps or 0) * options.step_tokens or round(60 * (options.minutes or 0))
-
-    def step(self, advance: Callable[..., None], loss: float, spent: float) -> None:
-        """Show one more step."""
-        steps, seconds = self.progress.step - self.first, time.monotonic() - self.begun
-        note = f"loss {loss:.4f}, {steps * self.options.step_tokens / seconds:.0f} tokens/s"
-        advance(round(spent * self.total) - self.shown, note)
-        self.shown = round(spent * self.total)
