@@ -214,4 +214,4 @@ class SGLangConfig(CompressedTensorsConfig):
         """Create the tuner and the warm-up on the first layer, which has the type of activations."""
         if self.warmup is None:
             dtype: torch.dtype = layer.params_dtype  # type: ignore[assignment] # of every layer of SGLang's
-            self.tuner, self.warmup = self.options.tuner(self.most, dtype, log), WarmUp(self.most, dtype, log)
+            self.tuner, self.warmup = self.options.tuner(self.most, dtype, log), WarmUp(self.most, dtype)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from slidesparse.errors import InputError
@@ -43,16 +42,6 @@ class Options(ServerOptions):
         if not 0 <= options.host_us < math.inf:
             raise InputError(f"host_us in {OPTION}", got=options.host_us, needed="microseconds, 0 or more")
         return options
-
-    def to_json(self) -> str:
-        """Return the options as a user would write them, defaults included.
-
-        >>> for part in Options(fuse=False).to_json().split(', "host_us"'):
-        ...     print(part)
-        {"backend": "auto", "fallback": "dense", "tune": "auto", "fuse": false
-        : 75.0, "graphs": "auto", "experts": "auto"}
-        """
-        return json.dumps(asdict(self))
 
 
 def find_misplaced(additional_config: object) -> dict[str, object]:
