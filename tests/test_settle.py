@@ -125,11 +125,6 @@ def test_a_dense_weight_of_six_bits_may_run_in_them(
         assert layer.operand_bytes["hopper-6bit"] == 256 * 128 * 3 // 4
 
 
-def test_a_dense_weight_of_six_bits_is_dense_where_no_kernel_reads_it() -> None:
-    weight, scale = quantize_weight(torch.randn(16, 96), torch.int8, rounding="6bit")
-    assert settle(weight, scale, DENSE, Chooser()) == RunsDense("as the checkpoint says", DENSE)
-
-
 class Tuner:
     """Wants every layer, and keeps what it measured."""
 

@@ -246,16 +246,6 @@ def test_what_was_never_measured_stays_dense(
     assert f"mlp.experts: dense, 4 experts, 6:8: {why}" in caplog.text
 
 
-def test_experts_with_adapters_stay_vllms_own(
-    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An adapter's layer looks for vLLM's weights."""
-    create = ModelState.create
-    monkeypatch.setattr(ModelState, "create", lambda config: replace(create(config), adapters=True))
-    model = loaded(configured(path, quantization="slidesparse"), SPARSE)
-    assert_dense(model, caplog, "experts: LoRA adapters read vLLM's own weights")
-
-
 @pytest.mark.usefixtures("no_dense_kernels")
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_checkpoint_of_which_only_experts_were_pruned_is_served_where_they_stay_dense(
@@ -365,15 +355,6 @@ def test_experts_that_break_the_pattern_of_the_marker_are_refused(path: Path) ->
         loaded(configured(path, quantization="slidesparse"), REFERENCE)
 
 
-def test_experts_that_were_left_alone_are_not_searched(
-    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(experts, "loaded_experts", None)
-    with_marker(path, experts={})
-    loaded(configured(path, quantization="slidesparse"), SPARSE)
-    assert "mlp.experts: dense, experts: left alone when the checkpoint was pruned (2 layers)" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -390,15 +371,23 @@ def test_experts_are_not_searched_for_the_pattern_that_the_marker_says(
     assert said in caplog.text
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_where_a_batch_must_not_matter_only_exact_experts_are_ours(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+@pytest.mark.parametrize(
+    ("state", "dtype", "said"),
+    [
+        ({"batch_invariant": True}, torch.float8_e4m3fn, "only INT8 products are the same in every batch"),
+        ({"batch_invariant": True}, torch.int8, "asked the layer"),
+        ({"adapters": True}, torch.int8, "LoRA adapters read vLLM's own weights"),
+    ],
+)
+def test_experts_that_a_model_leaves_to_vllm(
+    monkeypatch: pytest.MonkeyPatch, state: dict[str, bool], dtype: torch.dtype, said: str
 ) -> None:
     monkeypatch.setattr(experts, "why_not", lambda layer: "asked the layer")
     method = experts.PackingMethod()
-    method.slide_model, method.slide_named = ModelState(batch_invariant=True), NamedExperts("experts", None)
-    said = str(method.slide_find(SimpleNamespace(w13_weight=torch.ones(2, 8, 4).to(dtype))))
-    assert ("only INT8 products are the same in every batch" in said) == (dtype != torch.int8)
+    method.slide_model, method.slide_named = ModelState(**state), NamedExperts("experts", None)  # type: ignore[arg-type]
+    parallel = SimpleNamespace(moe_parallel_config=SimpleNamespace(dp_size=1))
+    layer = SimpleNamespace(w13_weight=torch.ones(2, 8, 4).to(dtype), moe_config=parallel)
+    assert said in str(method.slide_find(layer))
 
 
 @pytest.mark.parametrize(

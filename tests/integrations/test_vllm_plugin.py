@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import by_magnitude
-from tuning_fakes import pretend_start
 from vllm_models import REFERENCE, configured, loaded, loaded_by
 
 import slidesparse as ss
@@ -165,19 +164,6 @@ def test_activations_come_as_they_are_to_packed_layers_alone(vllm_config: Any) -
         assert [get_input_quant_key(layer) for layer in (sparse, dense)] == [None, "a kernel's"]
 
 
-@pytest.mark.usefixtures("no_dense_kernels")
-def test_a_start_says_what_is_gained_by_its_times(
-    checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    pretend_start(monkeypatch, tmp_path)
-    path = marked(checkpoints("6:8"), tmp_path / "planned", "6:8", {"self_attn.o_proj": "dense"})
-    loaded(configured(path, enforce_eager=True), {})
-    (at,) = [i for i, line in enumerate(caplog.messages) if line.startswith("slidesparse: 3 of 4 layers run sparse")]
-    told = "slidesparse: by times measured here 3 of 4 linears take 0.50 of dense's time for 16 tokens, 0.50 for 64"
-    assert caplog.messages[at + 1].startswith(told)
-    assert caplog.messages[at + 1].endswith("; the others have no times")
-
-
 def test_blocks_are_given_back_when_the_dense_weight_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     from slidesparse.integrations.vllm import scheme
 
@@ -213,20 +199,6 @@ def test_a_float_checkpoint_runs_with_the_flag(checkpoints: Any) -> None:
     # vLLM's models ask for the class before they read a layer's weight in kernels of their own.
     assert not hasattr(layer.mlp.down_proj, "weight")
     assert not isinstance(layer.mlp.down_proj.quant_method, UnquantizedLinearMethod)
-
-
-def test_where_a_batch_must_not_matter_only_exact_products_are_ours(
-    checkpoints: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """vLLM's own linear for floats has one order of sums, whatever the batch; ours would take its place."""
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    bf16 = configured(checkpoints("6:8", torch.bfloat16), quantization="slidesparse", enforce_eager=True)
-    layer = loaded(bf16, REFERENCE).model.layers[0]
-    assert not hasattr(layer.mlp.down_proj, "slide")
-    assert hasattr(layer.mlp.down_proj, "weight")
-    assert any("mlp.down_proj: dense, left to vLLM: VLLM_BATCH_INVARIANT is set" in line for line in caplog.messages)
-    layer = loaded(configured(checkpoints("6:8"), enforce_eager=True), REFERENCE).model.layers[0]
-    assert hasattr(layer.mlp.down_proj, "slide")
 
 
 @pytest.mark.parametrize("reads", [True, False])

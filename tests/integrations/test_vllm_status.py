@@ -67,11 +67,9 @@ HERE = "slidesparse: by times measured here"
             f"{HERE} the linears take 0.71 of dense's time for 16 tokens, 0.81 for 64",
         ),
         (1, [linear(32, {16: (1.0, 2.0, False)})], "slidesparse: by a prior the linears take 0.50 of"),
-        (1, [linear(32, TIMES), linear(32, {16: (1.0, 2.0, False)})], f"{HERE} and a prior the linears take 0.50 of"),
         (1, [linear(32, TIMES | {4096: (1.0, 1.0, False)}), linear(32, TIMES)], f"{HERE} the linears take 0.50 of"),
         (1, [linear(32, TIMES), linear(32)], f"{HERE} the linears take 0.75 of"),  # as dense as one of its shape
         (2, [linear(32, TIMES), linear(8)], f"{HERE} 2 of 4 linears take 0.50 of"),
-        (1, [linear(32), linear(8)], None),
         (1, [linear(32, TIMES), linear(8, {64: (1.0, 2.0, True)})], None),  # no number of tokens is known of both
     ],
 )

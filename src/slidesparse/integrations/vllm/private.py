@@ -39,7 +39,7 @@ def require_names() -> None:
 
 
 def inductor_pass() -> Any:
-    """Return the base class of passes over a compiled graph. Without, vLLM's cache of graphs would ignore our choices."""
+    """Return the base class of passes over a compiled graph, by which vLLM's cache of graphs knows our choices."""
     from vllm.compilation.passes.inductor_pass import InductorPass
 
     return InductorPass
