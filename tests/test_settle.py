@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from slidesparse import InputError, Pattern, PatternViolation, SlideLinear, UnsupportedError, pack, prune_mask
+from slidesparse import InputError, Pattern, PatternViolation, SlideLinear, pack, prune_mask
 from slidesparse.gemm import Problem
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.layer import settle as module
@@ -97,12 +97,6 @@ def test_values_that_are_no_numbers_are_refused(pattern: str) -> None:
     weight[3, weight[3].nonzero()[0]] = torch.nan
     with pytest.raises(InputError, match="up_proj holds NaN"):
         settle(weight, None, Pattern.parse(pattern), Chooser(), name="up_proj")
-
-
-def test_a_backend_that_cannot_run_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Hopper, "why_not", lambda *_: None)
-    with pytest.raises(UnsupportedError, match=r"hopper-6bit .* more than 6 bits"):
-        settle(*pruned("6:8", torch.int8), Pattern(6, 8), Chooser("hopper-6bit"))
 
 
 @pytest.mark.parametrize(

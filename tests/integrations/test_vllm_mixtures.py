@@ -36,7 +36,6 @@ SMALL: dict[str, Any] = {
 MODELS = {
     "MixtralForCausalLM": {"num_local_experts": 4},
     "Qwen3MoeForCausalLM": {"num_experts": 4},
-    "GraniteMoeForCausalLM": {"num_local_experts": 4},
     "Llama4ForCausalLM": {"num_local_experts": 4, "intermediate_size_mlp": 64, "interleave_moe_layer_step": 1},
 }
 SHARED = {"Llama4ForCausalLM": [f"feed_forward.shared_expert.{leaf}" for leaf in ("down_proj", "gate_up_proj")]}
@@ -57,8 +56,6 @@ CASES = [
     ("MixtralForCausalLM", "int8", ()),
     *(("Qwen3MoeForCausalLM", dtype, ()) for dtype in ("int8", "fp8", "bf16")),
     ("Qwen3MoeForCausalLM", "int8", ("re:.*experts",)),
-    ("GraniteMoeForCausalLM", "bf16", ()),
-    ("GraniteMoeForCausalLM", "int8", ("re:.*experts",)),
     ("Llama4ForCausalLM", "int8", ()),  # cut from tensors of all experts
 ]
 
@@ -93,18 +90,12 @@ def expected(path: Path, layer: int) -> dict[str, torch.Tensor]:
     for name in checkpoint.files:
         if f"layers.{layer}." not in name:
             continue
-        if "input_linear" in name or "output_linear" in name:
-            kind = "w13" if "input_linear" in name else "w2"
-            found[f"{kind}_weight"] = {"all": list(checkpoint.tensor(name))}
-        elif (place := re.search(r"experts\.(\d)\.(\w+)\.(weight\w*)$", name)) is not None:
+        if (place := re.search(r"experts\.(\d)\.(\w+)\.(weight\w*)$", name)) is not None:
             kind = "w2" if place[2] in ("w2", "down_proj") else "w13"
             second = place[2] in ("w3", "up_proj")
             parts = found.setdefault(f"{kind}_{place[3]}", {}).setdefault(place[1], [])
             parts.insert(len(parts) if second else 0, checkpoint.tensor(name))
-    return {
-        key: torch.stack(each["all"] if "all" in each else [torch.cat(each[str(e)]) for e in range(4)])
-        for key, each in found.items()
-    }
+    return {key: torch.stack([torch.cat(each[str(e)]) for e in range(4)]) for key, each in found.items()}
 
 
 @pytest.mark.parametrize(("name", "dtype", "ignore"), CASES)

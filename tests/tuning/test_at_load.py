@@ -15,7 +15,6 @@ import torch
 from tuning_fakes import FakeClock, FakeStopwatch, Quick, pretend_gpu
 
 from slidesparse.base.file_lock import file_lock
-from slidesparse.errors import InputError
 from slidesparse.gemm import Problem, choose, select, speed_files
 from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.select import installation
@@ -23,7 +22,7 @@ from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.gemm.speed_files import add_layers, load_speeds, lock_path, tuned_path
 from slidesparse.pruning import prune_mask
 from slidesparse.tuning import at_load
-from slidesparse.tuning.at_load import BUDGET_S, LoadTuner, check_tune
+from slidesparse.tuning.at_load import BUDGET_S, LoadTuner
 from slidesparse.weights.packed import PackedWeight, pack_by
 from slidesparse.weights.pattern import Pattern
 
@@ -259,11 +258,3 @@ def test_a_server_does_not_wait_for_those_on_other_gpus_and_a_rank_does_for_the_
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
         loaded(by, replace(PROBLEM, out_features=32))
         assert lines()[0] == "slidesparse: waiting for another process that measures"
-
-
-def test_the_options_values_are_two() -> None:
-    for good in ("auto", "off"):
-        check_tune(good, "tune")
-    for bad in (True, None, "on"):
-        with pytest.raises(InputError, match=r"^tune"):
-            check_tune(bad, "tune")

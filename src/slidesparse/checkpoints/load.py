@@ -14,6 +14,7 @@ from torch import nn
 from slidesparse.base.counted import counted
 from slidesparse.base.device import usable_device
 from slidesparse.base.log import LOG
+from slidesparse.base.typed_json import decode
 from slidesparse.checkpoints.check_tensors import check_finite, refuse_faults, stored_names
 from slidesparse.checkpoints.checkpoint import Checkpoint, generation_settings
 from slidesparse.checkpoints.expert_tensors import ExpertReader
@@ -25,7 +26,7 @@ from slidesparse.files.hub import source_folder
 from slidesparse.gemm.select import Choice, Fallback
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.layer.settle import Chooser, RunsPacked, pack_dense, settle
-from slidesparse.tuning.at_load import LoadTuner, Tune, check_tune
+from slidesparse.tuning.at_load import LoadTuner, Tune
 from slidesparse.tuning.measure import SIZES
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.pattern import Pattern
@@ -67,7 +68,7 @@ def load(
         InputError: An unknown value of ``tune``, or a revision of a local folder.
         UnsupportedError: There is no such device here.
     """
-    check_tune(tune, "tune")
+    decode(Tune, tune, "tune")
     device = usable_device(device)
     checkpoint = Checkpoint(source_folder(path, revision))
     marker = Marker.require(checkpoint.config, path)
