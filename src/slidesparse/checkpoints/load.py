@@ -14,7 +14,6 @@ from torch import nn
 from slidesparse.base.counted import counted
 from slidesparse.base.device import usable_device
 from slidesparse.base.log import LOG
-from slidesparse.base.typed_json import decode
 from slidesparse.checkpoints.check_tensors import check_finite, refuse_faults, stored_names
 from slidesparse.checkpoints.checkpoint import Checkpoint, generation_settings
 from slidesparse.checkpoints.expert_tensors import ExpertReader
@@ -26,7 +25,7 @@ from slidesparse.files.hub import source_folder
 from slidesparse.gemm.select import Choice, Fallback
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.layer.settle import Chooser, RunsPacked, pack_dense, settle
-from slidesparse.tuning.at_load import LoadTuner, Tune
+from slidesparse.tuning.at_load import LoadTuner, Tune, check_tune
 from slidesparse.tuning.measure import SIZES
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.pattern import Pattern
@@ -68,7 +67,7 @@ def load(
         InputError: An unknown value of ``tune``, or a revision of a local folder.
         UnsupportedError: There is no such device here.
     """
-    decode(Tune, tune, "tune")
+    check_tune(tune, "tune")
     device = usable_device(device)
     checkpoint = Checkpoint(source_folder(path, revision))
     marker = Marker.require(checkpoint.config, path)

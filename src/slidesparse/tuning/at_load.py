@@ -20,8 +20,9 @@ from typing import Literal
 
 import torch
 
+from slidesparse.base.arguments import shown
 from slidesparse.base.file_lock import file_lock
-from slidesparse.errors import SlideSparseError
+from slidesparse.errors import InputError, SlideSparseError
 from slidesparse.gemm import Problem
 from slidesparse.gemm.expert_times import ExpertKind, keep_expert_times, measured_here, was_wrong
 from slidesparse.gemm.select import Fallback, backends_to_compare, can_be_timed, find_measured, installation, wrong_form
@@ -47,6 +48,12 @@ BUDGET_S = 12.0
 
 NOISE = 0.15
 """Largest difference of dense timed twice; beyond it something else runs on the GPU, and times mean nothing."""
+
+
+def check_tune(value: object, where: str) -> None:
+    """Raise an InputError, with the place of the value, for anything but :data:`Tune`."""
+    if not isinstance(value, str) or value not in ("auto", "off"):
+        raise InputError(where, got=shown(value), needed="auto or off")
 
 
 class LoadTuner:
