@@ -364,11 +364,11 @@ def test_auto_goes_by_the_times_of_both_forms(
     from sglang.srt.layers.quantization.w8a8_int8 import W8A8Int8MoEMethod
 
     from slidesparse.integrations import experts
-    from slidesparse.integrations.sglang.config import SGLangOptions
+    from slidesparse.integrations.options import ServerOptions
     from slidesparse.integrations.sglang.experts import Int8Experts
 
     tuner, weights, processed = ExpertTuner(sparse, lambda _: tokens()), weights_of(INT8), []
-    monkeypatch.setattr(SGLangOptions, "tuner", lambda *_: tuner)
+    monkeypatch.setattr(ServerOptions, "tuner", lambda *_: tuner)
     monkeypatch.setattr(experts, "choose_experts", tuner.choose)
     process = W8A8Int8MoEMethod.process_weights_after_loading
     monkeypatch.setattr(

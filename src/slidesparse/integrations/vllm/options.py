@@ -9,7 +9,7 @@ from typing import Literal
 
 from slidesparse.errors import InputError
 from slidesparse.integrations import NAME
-from slidesparse.integrations.options import Experts, ServerOptions
+from slidesparse.integrations.options import ServerOptions
 from slidesparse.integrations.vllm.host_bound import HOST_US
 
 Graphs = Literal["auto", "vllm"]
@@ -27,12 +27,10 @@ class Options(ServerOptions):
             :mod:`slidesparse.integrations.vllm.host_bound`. 0 leaves every linear on its own backend.
         graphs: ``auto`` captures larger CUDA graphs where the host would be slower than the GPU
             (:mod:`slidesparse.integrations.vllm.graph_sizes`), ``vllm`` only vLLM's.
-        experts: Run of pruned experts of mixtures.
     """
 
     host_us: float = HOST_US
     graphs: Graphs = "auto"
-    experts: Experts = "auto"
 
     @classmethod
     def parse(cls, additional_config: object) -> Options:
