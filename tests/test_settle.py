@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from slidesparse import InputError, Pattern, PatternViolation, SlideLinear, UnsupportedError, pack, prune_mask
+from slidesparse import InputError, Pattern, PatternViolation, SlideLinear, pack, prune_mask
 from slidesparse.gemm import Problem
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.layer import settle as module
@@ -99,12 +99,6 @@ def test_values_that_are_no_numbers_are_refused(pattern: str) -> None:
         settle(weight, None, Pattern.parse(pattern), Chooser(), name="up_proj")
 
 
-def test_a_backend_that_cannot_run_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Hopper, "why_not", lambda *_: None)
-    with pytest.raises(UnsupportedError, match=r"hopper-6bit .* more than 6 bits"):
-        settle(*pruned("6:8", torch.int8), Pattern(6, 8), Chooser("hopper-6bit"))
-
-
 @pytest.mark.parametrize(
     ("backend", "fallback", "runs"),
     [("hopper-6bit", "dense", True), ("auto", "none", True), ("auto", "dense", False), ("dense", "dense", False)],
@@ -123,11 +117,6 @@ def test_a_dense_weight_of_six_bits_may_run_in_them(
         layer = SlideLinear(settled.packed, choice=settled.choice)
         assert torch.equal(layer.unpack(), weight)
         assert layer.operand_bytes["hopper-6bit"] == 256 * 128 * 3 // 4
-
-
-def test_a_dense_weight_of_six_bits_is_dense_where_no_kernel_reads_it() -> None:
-    weight, scale = quantize_weight(torch.randn(16, 96), torch.int8, rounding="6bit")
-    assert settle(weight, scale, DENSE, Chooser()) == RunsDense("as the checkpoint says", DENSE)
 
 
 class Tuner:

@@ -170,10 +170,8 @@ def test_another_quantisation_is_named_and_not_the_weights_that_it_lacks(dense: 
     "wrong",
     [
         {"config_groups": ["not", "an object"]},
-        {"config_groups": {"group_0": None}},
         {"config_groups": {"group_0": {"targets": ["Linear"], "weights": [8], "input_activations": {}}}},
         {"ignore": "lm_head"},
-        {"ignore": [3]},
     ],
     ids=str,
 )

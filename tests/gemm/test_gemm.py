@@ -15,7 +15,7 @@ from slidesparse.gemm.cusparselt.backend import CuSparseLt
 from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.reference import EXACT_BLOCK, Reference, apply_scales, product
-from slidesparse.gemm.select import NO_COPY, NOT_MEASURED, WRONG_HERE, Choice, Fallback, backends_to_compare, wrong_form
+from slidesparse.gemm.select import NO_COPY, NOT_MEASURED, WRONG_HERE, Choice, backends_to_compare, wrong_form
 from slidesparse.gemm.spec import Route
 from slidesparse.gemm.speed import Installation, LayerSpeed, SpeedTable
 from slidesparse.weights.slide import gather
@@ -258,15 +258,6 @@ def test_without_the_fallback_one_packed_form_is_kept(monkeypatch: pytest.Monkey
     _know_only(monkeypatch, reference=Reference, dense=Dense, fast=_Fast, slow=_Slow)
     _measured(monkeypatch, dense=(0.1, 0.1, 0.1), fast_6at8=(2.0, 0.9, 0.5), slow_6at8=(1.3, 1.1, 0.4))
     assert choose(ABLE, fallback="none").routes == (Route(0, "slow"),)
-
-
-@pytest.mark.parametrize("fallback", ["dense", "none"])
-def test_what_is_packed_dense_runs_dense(monkeypatch: pytest.MonkeyPatch, fallback: Fallback) -> None:
-    _know_only(monkeypatch, reference=Reference, dense=Dense, fast=_Fast)
-    _measured(monkeypatch, dense=(1.0, 1.0, 1.0), fast_6at8=(0.1, 0.1, 0.1))
-    assert choose(ABLE, fallback=fallback).backends == ("fast",)
-    choice = choose(replace(ABLE, slid=False), fallback=fallback)
-    assert choice == Choice((Route(0, "dense"),), "this weight is packed dense")
 
 
 def test_an_explicit_choice_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

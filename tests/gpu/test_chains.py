@@ -16,7 +16,6 @@ from runner_listener import forget_runners, listen
 from torch import nn
 
 from slidesparse import ops
-from slidesparse.base.log import LOG
 from slidesparse.gemm.backend import OneByOne
 from slidesparse.gemm.hopper import chain as hopper_chain
 from slidesparse.gemm.hopper.chain import HopperChain
@@ -96,7 +95,7 @@ def test_after_a_warm_up_a_chain_finds_all_kernels(answers: list[bool]) -> None:
     for cache in (lift._launcher, lift.find_kernel_lift):
         cache.cache_clear()
     forget_runners()
-    warmup, (tensors, text) = WarmUp(700, BF16, LOG), chained(given, gains)
+    warmup, (tensors, text) = WarmUp(700, BF16), chained(given, gains)
     ops.linear(x, *given[0])  # what a layer alone runs when it is loaded
     for linear in parse_chain(text):
         warmup.lift(linear.prologue, linear.weight, x.device)

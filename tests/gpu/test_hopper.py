@@ -20,7 +20,6 @@ from runner_listener import forget_runners, listen
 from torch import nn
 
 from slidesparse import InputError, UnsupportedError, ops
-from slidesparse.base.log import LOG
 from slidesparse.gemm import get_backend
 from slidesparse.gemm.backend import LiftThenMultiply
 from slidesparse.gemm.hopper import launch as hopper_launch
@@ -190,7 +189,7 @@ def forget_kernels() -> None:
 def test_after_a_warm_up_any_batch_can_be_captured(columns: int) -> None:
     forget_kernels()
     layer = _layer("6:8", "int8", columns=columns)
-    WarmUp(3000, BF16, LOG).layer(layer)
+    WarmUp(3000, BF16).layer(layer)
     for tokens in range(1, 3001, 97):
         x = torch.randn(tokens, columns, dtype=BF16, device="cuda")
         graph = torch.cuda.CUDAGraph()

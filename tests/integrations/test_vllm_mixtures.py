@@ -36,7 +36,6 @@ SMALL: dict[str, Any] = {
 MODELS = {
     "MixtralForCausalLM": {"num_local_experts": 4},
     "Qwen3MoeForCausalLM": {"num_experts": 4},
-    "GraniteMoeForCausalLM": {"num_local_experts": 4},
     "Llama4ForCausalLM": {"num_local_experts": 4, "intermediate_size_mlp": 64, "interleave_moe_layer_step": 1},
 }
 SHARED = {"Llama4ForCausalLM": [f"feed_forward.shared_expert.{leaf}" for leaf in ("down_proj", "gate_up_proj")]}
@@ -57,8 +56,6 @@ CASES = [
     ("MixtralForCausalLM", "int8", ()),
     *(("Qwen3MoeForCausalLM", dtype, ()) for dtype in ("int8", "fp8", "bf16")),
     ("Qwen3MoeForCausalLM", "int8", ("re:.*experts",)),
-    ("GraniteMoeForCausalLM", "bf16", ()),
-    ("GraniteMoeForCausalLM", "int8", ("re:.*experts",)),
     ("Llama4ForCausalLM", "int8", ()),  # cut from tensors of all experts
 ]
 
@@ -93,18 +90,12 @@ def expected(path: Path, layer: int) -> dict[str, torch.Tensor]:
     for name in checkpoint.files:
         if f"layers.{layer}." not in name:
             continue
-        if "input_linear" in name or "output_linear" in name:
-            kind = "w13" if "input_linear" in name else "w2"
-            found[f"{kind}_weight"] = {"all": list(checkpoint.tensor(name))}
-        elif (place := re.search(r"experts\.(\d)\.(\w+)\.(weight\w*)$", name)) is not None:
+        if (place := re.search(r"experts\.(\d)\.(\w+)\.(weight\w*)$", name)) is not None:
             kind = "w2" if place[2] in ("w2", "down_proj") else "w13"
             second = place[2] in ("w3", "up_proj")
             parts = found.setdefault(f"{kind}_{place[3]}", {}).setdefault(place[1], [])
             parts.insert(len(parts) if second else 0, checkpoint.tensor(name))
-    return {
-        key: torch.stack(each["all"] if "all" in each else [torch.cat(each[str(e)]) for e in range(4)])
-        for key, each in found.items()
-    }
+    return {key: torch.stack([torch.cat(each[str(e)]) for e in range(4)]) for key, each in found.items()}
 
 
 @pytest.mark.parametrize(("name", "dtype", "ignore"), CASES)
@@ -246,16 +237,6 @@ def test_what_was_never_measured_stays_dense(
     assert f"mlp.experts: dense, 4 experts, 6:8: {why}" in caplog.text
 
 
-def test_experts_with_adapters_stay_vllms_own(
-    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An adapter's layer looks for vLLM's weights."""
-    create = ModelState.create
-    monkeypatch.setattr(ModelState, "create", lambda config: replace(create(config), adapters=True))
-    model = loaded(configured(path, quantization="slidesparse"), SPARSE)
-    assert_dense(model, caplog, "experts: LoRA adapters read vLLM's own weights")
-
-
 @pytest.mark.usefixtures("no_dense_kernels")
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_checkpoint_of_which_only_experts_were_pruned_is_served_where_they_stay_dense(
@@ -365,15 +346,6 @@ def test_experts_that_break_the_pattern_of_the_marker_are_refused(path: Path) ->
         loaded(configured(path, quantization="slidesparse"), REFERENCE)
 
 
-def test_experts_that_were_left_alone_are_not_searched(
-    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(experts, "loaded_experts", None)
-    with_marker(path, experts={})
-    loaded(configured(path, quantization="slidesparse"), SPARSE)
-    assert "mlp.experts: dense, experts: left alone when the checkpoint was pruned (2 layers)" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -390,15 +362,23 @@ def test_experts_are_not_searched_for_the_pattern_that_the_marker_says(
     assert said in caplog.text
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_where_a_batch_must_not_matter_only_exact_experts_are_ours(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+@pytest.mark.parametrize(
+    ("state", "dtype", "said"),
+    [
+        ({"batch_invariant": True}, torch.float8_e4m3fn, "only INT8 products are the same in every batch"),
+        ({"batch_invariant": True}, torch.int8, "asked the layer"),
+        ({"adapters": True}, torch.int8, "LoRA adapters read vLLM's own weights"),
+    ],
+)
+def test_experts_that_a_model_leaves_to_vllm(
+    monkeypatch: pytest.MonkeyPatch, state: dict[str, bool], dtype: torch.dtype, said: str
 ) -> None:
     monkeypatch.setattr(experts, "why_not", lambda layer: "asked the layer")
     method = experts.PackingMethod()
-    method.slide_model, method.slide_named = ModelState(batch_invariant=True), NamedExperts("experts", None)
-    said = str(method.slide_find(SimpleNamespace(w13_weight=torch.ones(2, 8, 4).to(dtype))))
-    assert ("only INT8 products are the same in every batch" in said) == (dtype != torch.int8)
+    method.slide_model, method.slide_named = ModelState(**state), NamedExperts("experts", None)  # type: ignore[arg-type]
+    parallel = SimpleNamespace(moe_parallel_config=SimpleNamespace(dp_size=1))
+    layer = SimpleNamespace(w13_weight=torch.ones(2, 8, 4).to(dtype), moe_config=parallel)
+    assert said in str(method.slide_find(layer))
 
 
 @pytest.mark.parametrize(

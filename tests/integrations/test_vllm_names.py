@@ -5,36 +5,18 @@ from __future__ import annotations
 import pytest
 
 from slidesparse.checkpoints.marker import Marker
-from slidesparse.errors import CheckpointError
+from slidesparse.errors import CheckpointError, UnsupportedError
 from slidesparse.integrations.names import (
     NamedExperts,
     NamedLayer,
     find_layer,
-    is_our_checkpoint,
     list_parts,
     marked_experts,
+    shard_start,
 )
 from slidesparse.weights.pattern import DENSE, Pattern
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-CT = {"quant_method": "compressed-tensors"}
-MARKER = {"version": 1}
-
-
-@pytest.mark.parametrize(
-    ("quantization", "user", "marker", "ours"),
-    [
-        (CT, None, MARKER, True),
-        (CT, None, None, False),
-        (CT, "slidesparse", None, True),
-        (CT, "slidesparse", MARKER, True),
-        (CT, "compressed-tensors", MARKER, False),  # the way to serve a sparse checkpoint dense
-        ({"quant_method": "fp8"}, "slidesparse", None, False),
-        ({}, None, MARKER, False),
-    ],
-)
-def test_which_checkpoints_are_ours(quantization: dict[str, str], user: str | None, marker: object, ours: bool) -> None:
-    assert is_our_checkpoint(quantization, user, marker) is ours
 
 
 def test_a_fused_layer_has_the_pattern_of_its_parts() -> None:
@@ -85,3 +67,11 @@ def test_experts_have_the_patterns_that_the_marker_says(said: dict[str, str], pa
 def test_experts_left_alone_are_not_searched_and_without_a_marker_the_weights_decide() -> None:
     assert marked_experts(Marker(Pattern(6, 8)), "a.mlp.experts") is None
     assert marked_experts(None, "a.mlp.experts") == NamedExperts("a.mlp.experts", None)
+
+
+@pytest.mark.parametrize("place", [(None, None), (1, 3)])
+def test_a_shard_whose_place_is_unknown_is_refused(place: tuple[int | None, int | None]) -> None:
+    assert shard_start("o_proj", 64, 64, *place) == 0
+    assert shard_start("o_proj", 32, 64, 1, 2) == 32
+    with pytest.raises(UnsupportedError, match="got 32 of 64 columns"):
+        shard_start("o_proj", 32, 64, *place)

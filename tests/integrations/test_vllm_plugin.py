@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import by_magnitude
-from tuning_fakes import pretend_start
 from vllm_models import REFERENCE, configured, loaded, loaded_by
 
 import slidesparse as ss
@@ -165,19 +164,6 @@ def test_activations_come_as_they_are_to_packed_layers_alone(vllm_config: Any) -
         assert [get_input_quant_key(layer) for layer in (sparse, dense)] == [None, "a kernel's"]
 
 
-@pytest.mark.usefixtures("no_dense_kernels")
-def test_a_start_says_what_is_gained_by_its_times(
-    checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    pretend_start(monkeypatch, tmp_path)
-    path = marked(checkpoints("6:8"), tmp_path / "planned", "6:8", {"self_attn.o_proj": "dense"})
-    loaded(configured(path, enforce_eager=True), {})
-    (at,) = [i for i, line in enumerate(caplog.messages) if line.startswith("slidesparse: 3 of 4 layers run sparse")]
-    told = "slidesparse: by times measured here 3 of 4 linears take 0.50 of dense's time for 16 tokens, 0.50 for 64"
-    assert caplog.messages[at + 1].startswith(told)
-    assert caplog.messages[at + 1].endswith("; the others have no times")
-
-
 def test_blocks_are_given_back_when_the_dense_weight_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     from slidesparse.integrations.vllm import scheme
 
@@ -215,20 +201,6 @@ def test_a_float_checkpoint_runs_with_the_flag(checkpoints: Any) -> None:
     assert not isinstance(layer.mlp.down_proj.quant_method, UnquantizedLinearMethod)
 
 
-def test_where_a_batch_must_not_matter_only_exact_products_are_ours(
-    checkpoints: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """vLLM's own linear for floats has one order of sums, whatever the batch; ours would take its place."""
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    bf16 = configured(checkpoints("6:8", torch.bfloat16), quantization="slidesparse", enforce_eager=True)
-    layer = loaded(bf16, REFERENCE).model.layers[0]
-    assert not hasattr(layer.mlp.down_proj, "slide")
-    assert hasattr(layer.mlp.down_proj, "weight")
-    assert any("mlp.down_proj: dense, left to vLLM: VLLM_BATCH_INVARIANT is set" in line for line in caplog.messages)
-    layer = loaded(configured(checkpoints("6:8"), enforce_eager=True), REFERENCE).model.layers[0]
-    assert hasattr(layer.mlp.down_proj, "slide")
-
-
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_weight_that_vllm_reads_in_a_kernel_of_its_own_stays(
     checkpoints: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reads: bool
@@ -259,7 +231,6 @@ def test_auto_leaves_to_vllm_what_it_cannot_run_faster(checkpoints: Any, caplog:
     assert any("mlp.down_proj: dense, 6:8; hopper: it needs a CUDA device" in line for line in caplog.messages)
     (warning,) = (r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "slidesparse:" in r.msg)
     assert "none of the 4 layers that could run sparse does (6:8; hopper: it needs a CUDA device" in warning
-    assert "--additional-config" not in warning  # no backend could
 
 
 @pytest.mark.usefixtures("no_dense_kernels")
@@ -410,20 +381,6 @@ def test_a_shard_that_cuts_groups_gives_the_bits_of_the_formula(
     shard = slice(rank * half, (rank + 1) * half)
     x = torch.randn(3, half, generator=generator).bfloat16()
     assert torch.equal(layer(x)[0], oracle(x, values[:, shard], scale))
-
-
-def test_a_shard_whose_place_is_unknown_is_refused() -> None:
-    """A layer of a model that no LinearBase of vLLM is: it was taken for the first rank's."""
-    from slidesparse.integrations.vllm.scheme import _rank
-
-    layer = torch.nn.Module()
-    assert _rank(layer, "o_proj", 64, 64) == 0
-    with pytest.raises(UnsupportedError):
-        _rank(layer, "o_proj", 32, 64)
-    layer.tp_rank, layer.tp_size = 1, 2
-    assert _rank(layer, "o_proj", 32, 64) == 1
-    with pytest.raises(UnsupportedError, match="got 16 of 64 columns on rank 1 of 2"):
-        _rank(layer, "o_proj", 16, 64)
 
 
 def config_of(marker: Any, quantised: dict[str, Any] | None = None) -> Any:

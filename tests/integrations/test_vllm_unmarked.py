@@ -61,8 +61,6 @@ FOUR_BITS = {"num_bits": 4, "strategy": "group", "group_size": 128}
 STATIC = {"dynamic": False, "strategy": "tensor"}
 REFUSED = {
     "static activations": (quantised(group(inputs=STATIC)), "input_activations with dynamic False"),
-    "one scale a tensor": (quantised(group({"strategy": "tensor"})), "weights with strategy 'tensor'"),
-    "asymmetric activations": (quantised(group(inputs={"symmetric": False})), "input_activations with symmetric False"),
     "asymmetric weights": (quantised(group({"symmetric": False})), "weights with symmetric False"),
     "weights alone": (quantised(group(FOUR_BITS, {"num_bits": 0}), form="pack-quantized"), "weights with num_bits 4"),
     "FP8 in blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "quant_method 'fp8'"),

@@ -32,7 +32,9 @@ def test_vllm_has_what_a_writer_asks_of_it(monkeypatch: pytest.MonkeyPatch) -> N
     starts, runs = inspect.signature(vllm.LLM.__init__), inspect.signature(vllm.LLM.generate)
     monkeypatch.setattr(vllm.LLM, "__init__", begin)
     monkeypatch.setattr(vllm.LLM, "generate", generate)
-    assert VllmWriter(Path("model"), 12, "cuda").answer([[1, 2], [3]], max_tokens=4, seed=7) == [[1, 2], [1, 2]]
+    writer = VllmWriter(Path("model"), 12, "cuda", [9])
+    assert writer.answer([[1, 2], [3]], max_tokens=4, seed=7) == [[1, 2], [1, 2]]
     assert asked[0]["prompts"] == [{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [3]}]
     for drawn, seed in zip(asked[0]["sampling_params"], (7, 8), strict=True):
         assert (drawn.seed, drawn.max_tokens, drawn.temperature) == (seed, 4, SAMPLING["temperature"])
+        assert drawn.stop_token_ids == [9]

@@ -12,8 +12,7 @@ from adapted import Adapted
 from torch import nn
 from torch.nn.utils.prune import custom_from_mask
 
-from slidesparse import InputError, Pattern, PatternViolation, SlideLinear, UnsupportedError, prune_mask, sparsify_
-from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse import InputError, Pattern, PatternViolation, SlideLinear, prune_mask, sparsify_
 from slidesparse.models.sparsify import layer_patterns, run_once
 from slidesparse.models.targets import OFFLOADED, find_targets, input_sets
 
@@ -358,12 +357,3 @@ def test_a_module_in_two_places_is_replaced_in_both() -> None:
     model = sparsify_(Twice(), "6:8")
     assert type(model.a) is SlideLinear
     assert model.b is model.a
-
-
-def test_six_bits_on_a_backend_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Hopper, "why_not", lambda *_: None)
-    model = nn.Sequential(nn.Linear(128, 96), nn.ReLU(), nn.Linear(96, 64))
-    sparsify_(model, "6:8", rounding="6bit", backend="hopper-6bit")
-    assert [layer.choice.backends for layer in (model[0], model[2])] == [("hopper-6bit",)] * 2
-    with pytest.raises(UnsupportedError, match="a value of its weight has more than 6 bits"):
-        sparsify_(nn.Sequential(nn.Linear(128, 96)), "6:8", backend="hopper-6bit")

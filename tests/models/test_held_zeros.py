@@ -62,13 +62,6 @@ def trained(model: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def test_the_zeros_of_an_output_embedding_stay() -> None:
-    """``prune --lm-head`` makes them."""
-    model = pruned_model()
-    model.lm_head.weight.data *= prune_mask(model.lm_head.weight.detach(), "6:8")
-    assert trained(model) == {}
-
-
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
 def test_the_zeros_of_experts_stay(family: str) -> None:
     sizes = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 48}

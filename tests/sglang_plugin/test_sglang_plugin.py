@@ -19,6 +19,7 @@ import slidesparse as ss
 from slidesparse.errors import CheckpointError, InputError, PatternViolation, UnsupportedError
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.integrations import NAME
+from slidesparse.integrations.options import ServerOptions
 from slidesparse.integrations.sglang import METHOD, TESTED, register
 from slidesparse.integrations.sglang.refusals import LOAD_FORMATS, largest_batch, refuse_what_cannot_work
 from slidesparse.integrations.warmup import WarmUp
@@ -118,14 +119,14 @@ def test_sglang_finds_the_plugin_by_its_entry_point() -> None:
 def test_the_marker_decides_whose_configuration_it_is() -> None:
     from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
-    from slidesparse.integrations.sglang.config import SGLangConfig, SGLangOptions
+    from slidesparse.integrations.sglang.config import SGLangConfig
 
     assert type(config_of(None, None)) is CompressedTensorsConfig
     ours = config_of("4:6")
     assert type(ours) is SGLangConfig
     assert ours.marker.pattern == ss.Pattern(4, 6)
-    assert ours.options == SGLangOptions("reference")
-    assert config_of(options=None).options == SGLangOptions()
+    assert ours.options == ServerOptions("reference")
+    assert config_of(options=None).options == ServerOptions()
     assert ours.most == 8192
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import multiprocessing
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,7 +15,6 @@ import torch
 from tuning_fakes import FakeClock, FakeStopwatch, Quick, pretend_gpu
 
 from slidesparse.base.file_lock import file_lock
-from slidesparse.errors import InputError
 from slidesparse.gemm import Problem, choose, select, speed_files
 from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.select import installation
@@ -25,8 +22,7 @@ from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.gemm.speed_files import add_layers, load_speeds, lock_path, tuned_path
 from slidesparse.pruning import prune_mask
 from slidesparse.tuning import at_load
-from slidesparse.tuning.at_load import BUDGET_S, LoadTuner, check_tune
-from slidesparse.tuning.measure import TakenTimes
+from slidesparse.tuning.at_load import BUDGET_S, LoadTuner
 from slidesparse.weights.packed import PackedWeight, pack_by
 from slidesparse.weights.pattern import Pattern
 
@@ -262,42 +258,3 @@ def test_a_server_does_not_wait_for_those_on_other_gpus_and_a_rank_does_for_the_
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
         loaded(by, replace(PROBLEM, out_features=32))
         assert lines()[0] == "slidesparse: waiting for another process that measures"
-
-
-def _start(results: Any) -> None:
-    measured = []
-
-    def measure(self: Any, *_: Any) -> TakenTimes:
-        measured.append(1)
-        time.sleep(0.3)
-        return TakenTimes(
-            LayerSpeed("int8", OUT, K, (16, 64, 256, 1024), {"dense": (2.0,) * 4, "quick 6:8": (1.0,) * 4}), 0, {}
-        )
-
-    at_load.LayerMeasurement.measure = measure  # type: ignore[method-assign]
-    try:
-        by = LoadTuner(1024, torch.bfloat16, LOGGER, stopwatch=lambda: None)  # type: ignore[arg-type,return-value]
-        if by.wants(PROBLEM):
-            by.measure(PROBLEM, None)  # type: ignore[arg-type]
-    finally:
-        results.put((len(measured), choose(PROBLEM).reason.rpartition("; ")[2]))
-
-
-def test_of_several_processes_that_start_at_once_one_measures() -> None:
-    forked: Any = multiprocessing.get_context("fork")
-    results = forked.SimpleQueue()
-    processes = [forked.Process(target=_start, args=(results,)) for _ in range(4)]
-    for process in processes:
-        process.start()
-    found = [results.get() for _ in processes]
-    for process in processes:
-        process.join()
-    assert sorted(found) == [(0, "measured here")] * 3 + [(1, "measured here")]
-
-
-def test_the_options_values_are_two() -> None:
-    for good in ("auto", "off"):
-        check_tune(good, "tune")
-    for bad in (True, None, "on"):
-        with pytest.raises(InputError, match=r"^tune"):
-            check_tune(bad, "tune")

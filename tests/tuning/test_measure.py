@@ -12,8 +12,7 @@ from slidesparse.gemm import BACKENDS
 from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.pruning import prune_mask
-from slidesparse.tuning import measure
-from slidesparse.tuning.measure import LayerMeasurement, TakenTimes, sizes_up_to
+from slidesparse.tuning.measure import LayerMeasurement, TakenTimes
 from slidesparse.weights.packed import PackedWeight, pack_by
 
 OUT, K = 24, 64
@@ -64,12 +63,6 @@ def test_operands_are_copied_so_that_the_cache_is_cold_and_calls_are_captured() 
     stopwatch = FakeStopwatch(by(dense=1e3, quick=1e3), l2_bytes=10 * OUT * K)
     taken(stopwatch, [16])
     assert all(capture and copies > 4 for _, _, capture, copies in stopwatch.prepared)
-
-
-def test_what_else_runs_on_the_gpu_shows() -> None:
-    quiet, busy = (FakeStopwatch(by(dense=1e3, quick=1e3), disturbance=by_launch) for by_launch in (1.0, 1.02))
-    assert taken(quiet, [16]).noise == 0
-    assert taken(busy, [16]).noise > 0.3
 
 
 def test_a_wrong_product_has_no_time_and_its_reason_is_told() -> None:
@@ -133,11 +126,3 @@ def test_out_of_memory_all_the_same_keeps_what_was_measured(monkeypatch: pytest.
     found = taken(stopwatch, [16, 64])
     assert found.layer.tokens == (16,)
     assert found.faults == {"dense": "out of memory at 64 tokens"}
-
-
-def test_sizes_end_with_the_engines_largest_batch() -> None:
-    assert sizes_up_to(2048) == [16, 64, 256, 512, 1024, 2048]
-    assert sizes_up_to(8192)[-2:] == [4096, 8192]
-    assert sizes_up_to(5000)[-1] == 4096
-    assert sizes_up_to(10**6) == list(measure.SIZES)
-    assert sizes_up_to(8) == [8]

@@ -14,7 +14,6 @@ from slidesparse.checkpoints.marker import Marker
 from slidesparse.checkpoints.quantisation_keys import DEFAULTS
 from slidesparse.errors import CheckpointError, UnsupportedError
 from slidesparse.gemm.grouped import grouped_patterns
-from slidesparse.integrations import NAME
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.targets import read_as_matrix
 from slidesparse.weights.pattern import Pattern
@@ -33,16 +32,6 @@ W8A8 = "compressed-tensors in INT8 or FP8, with one scale a channel of weights a
 LEFT_ALONE = "left alone when the checkpoint was pruned"
 
 READ_AS_MATRIX = "latent attention reads its weight as a matrix"
-
-
-def is_our_checkpoint(quantization: Mapping[str, Any], user_choice: str | None, marker: object) -> bool:
-    """Return whether a checkpoint is ours: marked, and the user names no other method; or the user names ours.
-
-    Only compressed-tensors checkpoints can be.
-    """
-    if quantization.get("quant_method") != COMPRESSED_TENSORS or user_choice not in (None, NAME):
-        return False
-    return user_choice is not None or marker is not None
 
 
 def require_w8a8(quantization: Mapping[str, Any], option: str, remedy: str) -> None:
@@ -186,13 +175,24 @@ def rename_layers(marker: Marker, rename: Callable[[list[str]], list[str]]) -> M
     return replace(marker, ignore=tuple(map(new, marker.ignore)), layers=layers, experts=experts)
 
 
-def shard_start(shard_columns: int, columns: int, rank: int) -> int:
-    """Return the first column of a tensor-parallel rank's shard in the whole weight.
+def shard_start(name: str, columns: int, in_features: int, rank: int | None, size: int | None) -> int:
+    """Return the first column of a tensor-parallel rank's shard of a layer in the whole weight.
 
-    >>> shard_start(1792, 3584, 1), shard_start(3584, 3584, 1)
+    ``rank`` of ``size`` ranks with equal shards; an UnsupportedError where they are not.
+
+    >>> shard_start("o_proj", 1792, 3584, 1, 2), shard_start("o_proj", 3584, 3584, 1, 2)
     (1792, 0)
     """
-    return 0 if shard_columns == columns else rank * shard_columns
+    if columns == in_features:
+        return 0
+    if rank is None or size is None or size * columns != in_features:
+        raise UnsupportedError(
+            f"{name}: a shard whose place in the whole weight is unknown",
+            got=f"{columns} of {in_features} columns on rank {rank} of {size}",
+            needed="equal shards, and the layer's rank",
+            remedy="serve on one GPU, or dense, without the plugin",
+        )
+    return rank * columns
 
 
 def require_marker(config: object) -> Marker | None:

@@ -31,12 +31,14 @@ class ServerOptions:
         fallback: Backend of ``auto`` for layers that sparsity does not speed up: see :mod:`slidesparse.gemm.select`.
         tune: ``auto`` measures layers without times on this machine when they are loaded, ``off`` uses a prior.
         fuse: Join RMSNorm and SiLU with our operators; in vLLM's compiled models neighbouring linears too.
+        experts: Run of pruned experts of mixtures.
     """
 
     backend: str = "auto"
     fallback: Fallback = "dense"
     tune: Tune = "auto"
     fuse: bool = True
+    experts: Experts = "auto"
 
     def tuner(self, most: int, dtype: torch.dtype, log: logging.Logger) -> LoadTuner | None:
         """Return the tuner that measures layers when they are loaded; None with ``tune`` off."""

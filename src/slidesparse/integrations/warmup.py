@@ -11,7 +11,6 @@ where the activations of a layer would take more than :data:`MEMORY_BYTES`.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,7 +50,6 @@ class WarmUp:
     Attributes:
         most: Tokens of the largest batch.
         dtype: Type of the activations.
-        log: The plugin's logger.
         memory: Most bytes of activations in one call.
 
     A kind is done when it has run: after an error the next layer of the kind tries again.
@@ -59,7 +57,6 @@ class WarmUp:
 
     most: int
     dtype: torch.dtype
-    log: logging.Logger
     memory: int = MEMORY_BYTES
     _done: set[object] = field(default_factory=set)
 
@@ -74,10 +71,6 @@ class WarmUp:
             get_backend(form.backend).warm_up(layer.weight_dtype, self.dtype, device, form.dense)
         values, lifted = layer.in_features + layer.out_features, LIFTED * layer.in_features
         most = self.limit_tokens(values * self.dtype.itemsize + lifted * layer.weight_dtype.itemsize)
-        if most < self.most:
-            size = f"{layer.out_features}x{layer.in_features}"
-            line = "slidesparse: the warm-up of %s layers ends at %d of %d tokens: their activations take %d MB there"
-            self.log.info(line, size, most, self.most, self.memory >> 20)
         x = torch.zeros(most, layer.in_features, dtype=self.dtype, device=device)
         for tokens in list_batches(most, (route.from_tokens for route in layer.choice.routes)):
             layer(x[:tokens])

@@ -49,9 +49,6 @@ TRANSIENT_BYTES = 2 << 30
 more, or more than half of the free memory. Gate and up of a 7B model need so much at 16384 tokens; vLLM takes as much
 later, when it profiles such a batch."""
 
-RIVAL, RIVALS_FROM = 1.25, 4096
-"""At a start, a packed form this much slower than the fastest is not timed from this number of tokens on."""
-
 
 @dataclass(frozen=True)
 class Effort:
@@ -61,7 +58,7 @@ class Effort:
         short_s: Seconds of a stretch at fewer tokens than :data:`LONG_FROM`.
         long_s: Seconds of a stretch at more.
         stretches: Stretches of each form.
-        saves: With long stretches, dense is timed once, and much slower forms not at all.
+        saves: With long stretches, dense is timed once.
         n_bytes: Most memory; never more than half of the free memory.
     """
 
@@ -253,7 +250,7 @@ class LayerMeasurement(Measurement):
             if m == 0 or done or is_over():
                 break
             right = [form for form in forms if form.backend not in self._wrong]
-            times = self._time(_rivals(right, columns, m) if self.effort.saves else right, m)
+            times = self._time(right, m)
             if times:
                 columns[m] = times
             if m < wanted or not times:
@@ -312,11 +309,3 @@ class LayerMeasurement(Measurement):
 
 def _require_alike(result: torch.Tensor, reference: torch.Tensor, tolerance: float) -> None:
     require_right(relative_error(ends(result), reference), tolerance)
-
-
-def _rivals(forms: Sequence[_Form], columns: Mapping[int, Mapping[str, float]], tokens: int) -> list[_Form]:
-    """Return the forms to time; for many tokens without those much slower than another packed one."""
-    last = columns[max(columns)] if columns else {}
-    best = min((us for name, us in last.items() if name != DENSE_FORM), default=0.0)
-    slow = {name for name, us in last.items() if name != DENSE_FORM and us > RIVAL * best}
-    return [form for form in forms if tokens < RIVALS_FROM or form.backend not in slow]

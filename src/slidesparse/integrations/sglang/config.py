@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -33,7 +32,7 @@ from slidesparse.integrations.names import (
     why_left,
     why_not_w8a8,
 )
-from slidesparse.integrations.options import Experts, ServerOptions
+from slidesparse.integrations.options import ServerOptions
 from slidesparse.integrations.sglang import LOGGER
 from slidesparse.integrations.sglang.experts import Int8Experts, PackingScheme
 from slidesparse.integrations.sglang.fuse import PROLOGUES, watch
@@ -59,13 +58,6 @@ memory of products; and drafts, whose answers were compared with stock's only wi
 log = logging.getLogger(LOGGER)
 
 
-@dataclass(frozen=True)
-class SGLangOptions(ServerOptions):
-    """The options of one engine; ``experts``: the run of pruned experts of mixtures."""
-
-    experts: Experts = "auto"
-
-
 class SGLangConfig(CompressedTensorsConfig):
     """The configuration of one model that carries our marker, or whose user gave options of ours.
 
@@ -81,7 +73,7 @@ class SGLangConfig(CompressedTensorsConfig):
     """
 
     marker: Marker
-    options: SGLangOptions
+    options: ServerOptions
     most: int
     batch_invariant: bool = False
     fuses: bool = False
@@ -104,7 +96,7 @@ class SGLangConfig(CompressedTensorsConfig):
         if marker is None and given is None:
             return CompressedTensorsConfig.from_config(config)
         refuse_what_cannot_work(arguments)
-        options = SGLangOptions.read(given, OPTION)
+        options = ServerOptions.read(given, OPTION)
         unfused = [name for name in UNFUSED if getattr(arguments, name, None)]
         left = f"; nothing is fused: {', '.join(unfused)}" if unfused else ""
         if marker is None and (unfused or not options.fuse):  # drafts get the options of the model, too
@@ -214,4 +206,4 @@ class SGLangConfig(CompressedTensorsConfig):
         """Create the tuner and the warm-up on the first layer, which has the type of activations."""
         if self.warmup is None:
             dtype: torch.dtype = layer.params_dtype  # type: ignore[assignment] # of every layer of SGLang's
-            self.tuner, self.warmup = self.options.tuner(self.most, dtype, log), WarmUp(self.most, dtype, log)
+            self.tuner, self.warmup = self.options.tuner(self.most, dtype, log), WarmUp(self.most, dtype)

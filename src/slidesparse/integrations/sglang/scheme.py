@@ -81,7 +81,7 @@ class SGLangScheme(CompressedTensorsLinearScheme):
     def pack_layer(self, layer: Any) -> SlideLinear | None:
         """Return the SlideLinear of a loaded layer, which is not changed; None where it is left to SGLang."""
         weight, scale = layer.weight.data, layer.weight_scale.data
-        start = shard_start(weight.shape[1], self.in_features, self._rank(layer, weight.shape[1]))
+        start = shard_start(self.name, weight.shape[1], self.in_features, *_place(layer))
         settled = settle(weight, scale, self.pattern, self.model.chooser, start=start, name=self.name)
         slide, how = None, "dense"
         if isinstance(settled, RunsPacked):
@@ -111,20 +111,6 @@ class SGLangScheme(CompressedTensorsLinearScheme):
             fuse.see(layer, self.name, x, bias, self.model.warmup)
         y = layer.slide(x, bias)
         return y
-
-    def _rank(self, layer: Any, columns: int) -> int:
-        """Return the rank of a layer with sharded columns; 0 where every rank has all columns."""
-        if columns == self.in_features:
-            return 0
-        rank, size = _place(layer)
-        if size * columns != self.in_features:
-            raise UnsupportedError(
-                f"{self.name}: a shard whose place in the whole weight is unknown",
-                got=f"{columns} of {self.in_features} columns in a group of {size} ranks",
-                needed="tp_group of the layer, with equal shards",
-                remedy="serve on one GPU, or dense (SGLANG_PLUGINS=none)",
-            )
-        return int(rank)
 
 
 def refuse_updates(layer: torch.nn.Module, name: str) -> None:

@@ -28,7 +28,10 @@ def register() -> None:
         return
     try:
         from slidesparse.integrations.vllm.config import SlideSparseConfig
-    except ImportError as error:  # vLLM moved what we build on; other models must go on working
+        from slidesparse.integrations.vllm.private import require_names
+
+        require_names()
+    except (ImportError, AttributeError) as error:  # vLLM moved what we build on; other models must go on working
         log.warning(
             "slidesparse cannot work with vLLM %s (%s): sparse checkpoints run dense. Tried: vLLM %s.",
             metadata.version("vllm"),

@@ -26,10 +26,10 @@ from slidesparse.errors import UnsupportedError
 from slidesparse.integrations import NAME, SPARSE_TENSOR_CORES
 from slidesparse.integrations.experts import with_packing
 from slidesparse.integrations.names import (
+    COMPRESSED_TENSORS,
     LEFT_ALONE,
     NamedLayer,
     find_layer,
-    is_our_checkpoint,
     list_parts,
     marked_experts,
     rename_layers,
@@ -92,7 +92,8 @@ class SlideSparseConfig(CompressedTensorsConfig):
         marker = getattr(hf_config, MARKER_KEY, None)
         if user_quant == NAME and marker is None:
             require_w8a8(hf_quant_cfg, f"--quantization {NAME}", "leave the option out: vLLM serves it as it is")
-        if not is_our_checkpoint(hf_quant_cfg, user_quant, marker):
+        ours = user_quant == NAME or (user_quant is None and marker is not None)
+        if not ours or hf_quant_cfg.get("quant_method") != COMPRESSED_TENSORS:
             return None
         require_marker(hf_config)
         require_platform()
@@ -148,7 +149,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         named = None if reason else marked_experts(self.marker, prefix)
         if named is None:
             text = f"experts: {reason or LEFT_ALONE}"
-            model.status.outcomes[prefix] = Outcome(False, reason is not None, text, experts=True)
+            model.status.outcomes[prefix] = Outcome(False, reason is not None, text)
             return method
         model.status.expect_layer(prefix, layer)
         packing: QuantizeMethodBase = with_packing(PackingMethod, method, named, model)
@@ -158,7 +159,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         """Note that pruned experts stay dense which vLLM loads in a float type."""
         if self.marker is not None and marked_experts(self.marker, prefix) is not None:
             why = "experts: their weights are neither INT8 nor FP8"
-            self.prepare_model().status.outcomes[prefix] = Outcome(False, True, why, experts=True)
+            self.prepare_model().status.outcomes[prefix] = Outcome(False, True, why)
 
     def _note_float_head(self, layer: torch.nn.Module, prefix: str) -> None:
         if self.marker is not None and isinstance(layer, ParallelLMHead) and find_layer(self.marker, prefix, {}):

@@ -86,16 +86,16 @@ class PackingMethod(PackingExperts):
     def slide_settled(self, layer: Any, found: LoadedExperts | str, reason: str) -> None:
         """Note the outcome of the experts, and free the dense weights of packed ones."""
         if isinstance(found, str):
-            outcome = Outcome(False, found != NO_PATTERN, f"experts: {found}", experts=True)
+            outcome = Outcome(False, found != NO_PATTERN, f"experts: {found}")
         elif self.slide is None:
-            outcome = Outcome(False, True, reason, eligible=not reason.endswith(NO_MEMORY), experts=True)
+            outcome = Outcome(False, True, reason, eligible=not reason.endswith(NO_MEMORY))
         else:
             self.moe_kernel = None  # else vLLM would leave the tokens of other GPUs to it
             dense_bytes = sum(weight.nbytes for weight in found.weights)
             for name in NAMES:
                 delattr(layer, f"{name}_weight")
             kept = self.slide.gate_up.operand.nbytes + self.slide.down.operand.nbytes
-            outcome = Outcome(True, True, reason, True, experts=True, kept_bytes=kept, dense_bytes=dense_bytes)
+            outcome = Outcome(True, True, reason, True, kept_bytes=kept, dense_bytes=dense_bytes)
         self.slide_model.status.note_outcome(self.slide_named.name, outcome, log)
 
     def apply(

@@ -47,12 +47,6 @@ JOINED = {
 
 ALIASES = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 
-ACTIVATIONS = tuple(getattr(torch.ops.aten, name) for name in ("mul", "silu", "gelu", "relu"))
-"""Operators that end an activation function of plain arithmetic."""
-
-CUSTOM = ("norm", "silu", "gelu", "swiglu", "relu")
-"""Parts of the names of compiled operators for norms and activations, which vLLM's ``custom_ops`` enables."""
-
 Rule: TypeAlias = Callable[[fx.Graph, Any, Any, list[Any], dict[fx.Node, int]], str | None]
 
 
@@ -63,23 +57,19 @@ class Joins:
     Attributes:
         linears: Number of quantised linears.
         joined: Operator of vLLM -> number of joins with a linear.
-        lost: Norm or activation, with the reason why it was not joined -> their number.
     """
 
     linears: int = 0
     joined: Counter[str] = field(default_factory=Counter)
-    lost: Counter[str] = field(default_factory=Counter)
 
     def describe(self) -> str:
-        """Describe the joins, and the failed ones, in one line.
+        """Describe the joins in one line.
 
-        >>> Joins(4, Counter(fused_add_rms_norm=2, silu_and_mul=1), Counter({"rms_norm without a gain": 1})).describe()
-        'fused 2 norms and 1 activation with linears; not fused: 1 rms_norm without a gain'
+        >>> Joins(4, Counter(fused_add_rms_norm=2, silu_and_mul=1)).describe()
+        'fused 2 norms and 1 activation with linears'
         """
         norms = sum(count for name, count in self.joined.items() if name in NORMS)
-        counts = f"{counted(norms, 'norm')} and {counted(self.joined.total() - norms, 'activation')}"
-        lost = "; ".join(f"{count} {why_not}" for why_not, count in sorted(self.lost.items()))
-        return f"fused {counts} with linears" + (f"; not fused: {lost}" if lost else "")
+        return f"fused {counted(norms, 'norm')} and {counted(self.joined.total() - norms, 'activation')} with linears"
 
 
 def join_norms(graph: fx.Graph) -> Joins:
@@ -97,50 +87,8 @@ def join_norms(graph: fx.Graph) -> Joins:
         joined = next((name for rule in rules if (name := rule(graph, linear, source, weight, order))), None)
         if joined is not None:
             joins.joined[joined] += 1
-        elif (why_not := explain_loss(x)) is not None:
-            joins.lost[why_not] += 1
     graph.eliminate_dead_code()
     return joins
-
-
-def explain_loss(x: Any) -> str | None:
-    """Return the norm or activation before a linear's input ``x`` with the reason why it was not joined, or None."""
-    is_shared = len(x.users) > 1
-    while x.target in VIEWS:
-        x = x.args[0]
-        is_shared |= len(x.users) > 1
-    norm = x.args[0] if x.target is operator.getitem else x
-    name = _name_prologue(norm)
-    if name is None:
-        return None
-    if is_shared:
-        return f"{name} whose result has other readers"
-    if (dimensions := x.meta["val"].dim()) != 2:
-        return f"{name} of {dimensions} dimensions"
-    if name in NORMS:
-        return f"{name} {_explain_norm(norm, NORMS[name]) or 'whose linear needs values computed after it'}"
-    if "allreduce" in name:
-        return f"{name}, a norm with the all-reduce before it (fuse_allreduce_rms of --compilation-config)"
-    if not name.startswith("aten."):
-        return f"{name} as a custom operator (custom_ops)"
-    if not isinstance(x.meta["val"].shape[-1], int):
-        return f"{name} whose number of columns is unknown when it is compiled"
-    return f"{name} that is not silu(gate) * up"
-
-
-def _name_prologue(node: Any) -> str | None:
-    """Return the operator of a node that computes a norm or an activation, or seems to; else None."""
-    if node.op != "call_function":
-        return None
-    target = node.args[0] if "auto_functionalized" in str(node.target) else node.target
-    norm = next((name for name in NORMS if target is private.norm_operator(name)), None)
-    if norm is not None:
-        return norm
-    packet = getattr(target, "overloadpacket", None)
-    if packet in ACTIVATIONS:
-        return str(packet)
-    is_ours = getattr(target, "namespace", None) in ("slidesparse", "aten", "prims", None)
-    return str(packet) if not is_ours and any(part in str(packet) for part in CUSTOM) else None
 
 
 def _find_source(x: Any) -> Any:
@@ -154,7 +102,7 @@ def _find_source(x: Any) -> Any:
 
 
 def _join_norm(graph: fx.Graph, linear: Any, source: Any, weight: list[Any], order: dict[fx.Node, int]) -> str | None:
-    if source.target is not private.norm_operator("rms_norm") or _explain_norm(source, NORMS["rms_norm"]) is not None:
+    if source.target is not private.norm_operator("rms_norm") or not _is_joinable(source, NORMS["rms_norm"]):
         return None
     with graph.inserting_before(linear):
         new = _call_joined(graph, source, "rms_norm", weight)
@@ -168,10 +116,8 @@ def _join_add_norm(
     if source.target is not operator.getitem or source.args[1] != 0:
         return None
     norm = source.args[0]
-    if (
-        norm.target is not private.norm_operator("fused_add_rms_norm")
-        or _explain_norm(norm, NORMS["fused_add_rms_norm"]) is not None
-    ):
+    name = "fused_add_rms_norm"
+    if norm.target is not private.norm_operator(name) or not _is_joinable(norm, NORMS[name]):
         return None
     residuals = [user for user in norm.users if user is not source]
     if any(user.target is not operator.getitem or user.args[1] != 1 for user in residuals):
@@ -181,22 +127,21 @@ def _join_add_norm(
     if any(order[node] > order[norm] for node in needed):
         return None
     with graph.inserting_before(norm):
-        both = _call_joined(graph, norm, "fused_add_rms_norm", weight)
+        both = _call_joined(graph, norm, name, weight)
         product, residual_out = (graph.call_function(operator.getitem, (both, i)) for i in range(2))
     both.meta["val"] = (linear.meta["val"], norm.meta["val"][1])
     residual_out.meta["val"] = norm.meta["val"][1]
     _replace(linear, product)
     for user in residuals:
         user.replace_all_uses_with(residual_out)
-    return "fused_add_rms_norm"
+    return name
 
 
 def _join_silu(graph: fx.Graph, linear: Any, source: Any, weight: list[Any], order: dict[fx.Node, int]) -> str | None:
     value = source.meta["val"]
     if not isinstance(value, torch.Tensor) or value.dim() != 2 or not isinstance(value.shape[-1], int):
         return None
-    pattern = _silu_pattern(value.shape[-1], value.dtype)
-    match = pattern and pattern.match(source)
+    match = _silu_pattern(value.shape[-1], value.dtype).match(source)
     if not match:
         return None
     (x,) = match.kwargs.values()
@@ -230,21 +175,15 @@ def _gain_less_one(gain: Any, dtype: torch.dtype) -> Any:
     return weight if weight.meta["val"].dtype == dtype else None
 
 
-def _explain_norm(norm: Any, tensors: int) -> str | None:
-    """Return the reason why our kernels do not support a node of vLLM's norm, with ``tensors`` before its weight.
+def _is_joinable(norm: Any, tensors: int) -> bool:
+    """Return whether a node of vLLM's, with ``tensors`` before its weight, is a norm over whole rows of a matrix.
 
-    None for a norm over whole rows of a matrix, with a weight that they read.
+    Its weight must be one that our kernels read.
     """
     x, gain, more = norm.args[0].meta["val"], norm.args[tensors], norm.args[tensors + 2 :]
-    if gain is None:
-        return "without a gain"
-    if norm.kwargs or any(argument is not None for argument in more):
-        return "over a part of each row"
-    if x.dim() != 2:
-        return f"of {x.dim()} dimensions"
-    if gain.meta["val"].dtype != x.dtype and _gain_less_one(gain, x.dtype) is None:
-        return f"with a gain in {gain.meta['val'].dtype} for activations in {x.dtype}"
-    return None
+    if gain is None or norm.kwargs or any(argument is not None for argument in more) or x.dim() != 2:
+        return False
+    return gain.meta["val"].dtype == x.dtype or _gain_less_one(gain, x.dtype) is not None
 
 
 def _replace(old: Any, new: Any) -> None:
@@ -254,6 +193,5 @@ def _replace(old: Any, new: Any) -> None:
 
 @lru_cache(maxsize=64)
 def _silu_pattern(columns: int, dtype: torch.dtype) -> Any:
-    """Return the graph pattern of vLLM's ``silu(gate) * up`` of this width; None in a vLLM without a definition."""
-    native = private.silu_and_mul()
-    return native and torch_private.pattern_of(native, (4, 2 * columns), dtype)
+    """Return the graph pattern of vLLM's ``silu(gate) * up`` of this width."""
+    return torch_private.pattern_of(private.silu_and_mul(), (4, 2 * columns), dtype)

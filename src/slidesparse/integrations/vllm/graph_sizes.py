@@ -121,8 +121,7 @@ def capture_more() -> None:
     On a GPU every configuration sets its sizes, so pruned models that vLLM serves dense are noticed here too.
     """
     owner = vllm_config_class()
-    if owner is not None:
-        owner._set_cudagraph_sizes = _with_more(owner._set_cudagraph_sizes)
+    owner._set_cudagraph_sizes = _with_more(owner._set_cudagraph_sizes)
 
 
 def _with_more(set_sizes: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -83,7 +83,7 @@ class ModelState:
     def create(cls, vllm_config: Any) -> ModelState:
         """Read the user's options (:meth:`Options.parse`) and the model's largest batch from vLLM's configuration."""
         options = Options.parse(vllm_config.additional_config)
-        log.info("slidesparse options: %s", options.to_json())
+        log.info("slidesparse: %s", options)
         misplaced = find_misplaced(vllm_config.additional_config)
         if misplaced:
             log.warning(MISPLACED, ", ".join(misplaced), json.dumps({NAME: misplaced}, default=str))
@@ -96,7 +96,7 @@ class ModelState:
             return cls(options)
         most = vllm_config.scheduler_config.max_num_batched_tokens
         status = ModelStatus(part=vllm_config.parallel_config.pipeline_parallel_size > 1)
-        state = cls(options, status, options.tuner(most, model.dtype, log), WarmUp(most, model.dtype, log))
+        state = cls(options, status, options.tuner(most, model.dtype, log), WarmUp(most, model.dtype))
         state.adapters, state.batch_invariant = vllm_config.lora_config is not None, is_batch_invariant()
         state.heads_compared = compares_heads(vllm_config)
         return state

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from slidesparse.errors import InputError
 from slidesparse.integrations import NAME
-from slidesparse.integrations.options import Experts, ServerOptions
+from slidesparse.integrations.options import ServerOptions
 from slidesparse.integrations.vllm.host_bound import HOST_US
 
 Graphs = Literal["auto", "vllm"]
@@ -28,12 +27,10 @@ class Options(ServerOptions):
             :mod:`slidesparse.integrations.vllm.host_bound`. 0 leaves every linear on its own backend.
         graphs: ``auto`` captures larger CUDA graphs where the host would be slower than the GPU
             (:mod:`slidesparse.integrations.vllm.graph_sizes`), ``vllm`` only vLLM's.
-        experts: Run of pruned experts of mixtures.
     """
 
     host_us: float = HOST_US
     graphs: Graphs = "auto"
-    experts: Experts = "auto"
 
     @classmethod
     def parse(cls, additional_config: object) -> Options:
@@ -43,16 +40,6 @@ class Options(ServerOptions):
         if not 0 <= options.host_us < math.inf:
             raise InputError(f"host_us in {OPTION}", got=options.host_us, needed="microseconds, 0 or more")
         return options
-
-    def to_json(self) -> str:
-        """Return the options as a user would write them, defaults included.
-
-        >>> for part in Options(fuse=False).to_json().split(', "host_us"'):
-        ...     print(part)
-        {"backend": "auto", "fallback": "dense", "tune": "auto", "fuse": false
-        : 75.0, "graphs": "auto", "experts": "auto"}
-        """
-        return json.dumps(asdict(self))
 
 
 def find_misplaced(additional_config: object) -> dict[str, object]:

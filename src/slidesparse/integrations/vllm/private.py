@@ -1,25 +1,21 @@
 """Names of vLLM outside its interface for plugins; no other module uses such names.
 
 That interface is the registry of methods, their base classes, linear layers and their methods, compressed-tensors'
-schemes, the current configuration and the platform. All other names are listed in :data:`PRIVATE` and looked up when
-they are first needed.
+schemes, the current configuration and the platform. All other names are imported when they are first needed;
+:func:`require_names` finds at registration whether a release has them.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from importlib import metadata
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
 
 from slidesparse.base.python_stack import with_room
-from slidesparse.integrations.vllm import LOGGER
 
 POST_PASS = "post_grad_custom_post_pass"
 """The key of another's pass in vLLM's configuration of Inductor."""
@@ -32,67 +28,57 @@ LOOPS = (
 """Module, class and method of each serving loop: that of an engine on one GPU, and that of each worker on several GPUs.
 The scheduler of several GPUs has no model and stays as it is. Each loop begins after the model is loaded."""
 
-PRIVATE = {
-    "vllm.compilation.passes.inductor_pass.InductorPass": "sparse checkpoints run dense",
-    "vllm.model_executor.layers.activation.SiluAndMul.forward_native": "no SiLU is fused with a linear",
-    "torch.ops.vllm_ir.rms_norm": "this norm is fused with no linear",
-    "torch.ops.vllm_ir.fused_add_rms_norm": "this norm is fused with no linear",
-    "vllm.config.vllm.VllmConfig._set_cudagraph_sizes": "vLLM's own CUDA graphs are captured, no larger ones, and"
-    " nothing is said of pruned floats that are served dense",
-    "vllm.v1.attention.backends.flash_attn.FlashAttentionMetadataBuilder": "attention takes more memory",
-    "vllm.v1.worker.workspace._manager": "memory that vLLM's experts took while they were measured stays taken",
-    **{".".join(loop): "this loop runs without room on the stack" for loop in LOOPS},
-}
-"""Name in vLLM outside its interface for plugins -> the consequence in a vLLM that lacks it."""
 
-log = logging.getLogger(LOGGER)
+def require_names() -> None:
+    """Look all names up that compiling and capturing need; an ImportError or AttributeError in a vLLM without them."""
+    inductor_pass()
+    silu_and_mul()
+    for name in ("rms_norm", "fused_add_rms_norm"):
+        norm_operator(name)
+    getattr(vllm_config_class(), "_set_cudagraph_sizes")  # noqa: B009 # the lookup is the purpose
 
 
 def inductor_pass() -> Any:
-    """Return the base class of passes over a compiled graph.
-
-    Raises:
-        ImportError: This vLLM has none. Without one vLLM's cache of compiled graphs would ignore our choices.
-    """
+    """Return the base class of passes over a compiled graph, by which vLLM's cache of graphs knows our choices."""
     from vllm.compilation.passes.inductor_pass import InductorPass
 
     return InductorPass
 
 
-@lru_cache(maxsize=1)
-def silu_and_mul() -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return vLLM's definition of ``silu(gate) * up`` in plain torch; without one None, and a line in the log."""
-    native: Callable[[torch.Tensor], torch.Tensor] | None
-    native = _find("vllm.model_executor.layers.activation.SiluAndMul.forward_native")
+def silu_and_mul() -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return vLLM's definition of ``silu(gate) * up`` in plain torch."""
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    native: Callable[[torch.Tensor], torch.Tensor] = SiluAndMul.forward_native
     return native
 
 
-@lru_cache(maxsize=8)
 def norm_operator(name: str) -> Any:
-    """Return one of vLLM's operators for norms; without one None, and a line in the log."""
-    operator = _find(f"torch.ops.vllm_ir.{name}")
-    return None if operator is None else operator.default
+    """Return one of vLLM's operators for norms."""
+    import vllm.ir.ops  # noqa: F401 # defines them
+
+    return getattr(torch.ops.vllm_ir, name).default
 
 
 def vllm_config_class() -> Any:
-    """Return the class of vLLM's configuration, whose method sets the sizes of CUDA graphs.
+    """Return the class of vLLM's configuration, whose method sets the sizes of CUDA graphs."""
+    from vllm.config.vllm import VllmConfig
 
-    None, and a line in the log, in a vLLM that has no such method.
-    """
-    name = "vllm.config.vllm.VllmConfig._set_cudagraph_sizes"
-    return None if _find(name) is None else resolve_name(name.rpartition(".")[0])
+    return VllmConfig
 
 
 def attention_builder() -> Any:
     """Return the class that prepares batches for FlashAttention 3, with the limit of splits for a graph's sake.
 
-    None without a Hopper GPU, and, with a line in the log, in a vLLM that has no such class.
+    None without a Hopper GPU.
     """
     from vllm.platforms import current_platform
 
     if not (current_platform.is_cuda() and current_platform.is_device_capability(90)):
         return None
-    return _find("vllm.v1.attention.backends.flash_attn.FlashAttentionMetadataBuilder")
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+
+    return FlashAttentionMetadataBuilder
 
 
 def reads_weight_itself(layer: object) -> bool:
@@ -117,14 +103,6 @@ def given_back_workspace() -> Iterator[None]:
         yield
     finally:
         shared[:] = before
-
-
-def _find(name: str) -> Any:
-    try:
-        return resolve_name(name)
-    except (ImportError, AttributeError):
-        log.warning("slidesparse: vLLM %s has no %s: %s", metadata.version("vllm"), name, PRIVATE[name])
-        return None
 
 
 @lru_cache(maxsize=1)

@@ -20,7 +20,6 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
 
 from slidesparse.base.device import give_blocks_back
-from slidesparse.errors import UnsupportedError
 from slidesparse.integrations import SPARSE_TENSOR_CORES
 from slidesparse.integrations.gain import LoadedLinear
 from slidesparse.integrations.names import NamedLayer, shard_start
@@ -176,21 +175,6 @@ def _why_kept(layer: Any, model: ModelState) -> str | None:
     return model.why_left(layer.weight.dtype)
 
 
-def _rank(layer: Any, name: str, columns: int, in_features: int) -> int:
-    """Return the rank of a layer with sharded columns; 0 where every rank has all columns."""
-    if columns == in_features:
-        return 0
-    rank, size = getattr(layer, "tp_rank", None), getattr(layer, "tp_size", None)
-    if rank is None or size is None or size * columns != in_features:
-        raise UnsupportedError(
-            f"{name}: a shard whose place in the whole weight is unknown",
-            got=f"{columns} of {in_features} columns on rank {rank} of {size}",
-            needed="tp_rank and tp_size of the layer, with equal shards",
-            remedy="serve on one GPU, or dense (VLLM_PLUGINS='')",
-        )
-    return int(rank)
-
-
 def _settle(layer: Any, named: NamedLayer, in_features: int, model: ModelState) -> tuple[SlideLinear | None, Outcome]:
     """Return a loaded layer's SlideLinear, or None where it is left to vLLM, and its outcome.
 
@@ -202,7 +186,8 @@ def _settle(layer: Any, named: NamedLayer, in_features: int, model: ModelState) 
         return None, Outcome(False, True, reason)
     weight = layer.weight.data
     scale = layer.weight_scale.data if hasattr(layer, "weight_scale") else None
-    start = shard_start(weight.shape[1], in_features, _rank(layer, named.name, weight.shape[1], in_features))
+    place = getattr(layer, "tp_rank", None), getattr(layer, "tp_size", None)
+    start = shard_start(named.name, weight.shape[1], in_features, *place)
     pattern = model.pattern_of(named, weight, start)
     settled = settle(weight, scale, pattern, model.chooser_of(weight), start=start, name=named.name)
     give_blocks_back(weight.device)  # memory of the check, before a backend prepares the packed weight
@@ -214,7 +199,7 @@ def _settle(layer: Any, named: NamedLayer, in_features: int, model: ModelState) 
     quantised = weight.dtype in QUANTISED
     outcome = Outcome(False, quantised or settled.pattern is not None, settled.reason, linear=linear)
     if settled.choice is not None:
-        outcome = replace(outcome, eligible=model.options.backend != "dense", sparse_by=settled.choice.able)
+        outcome = replace(outcome, eligible=model.options.backend != "dense")
     # Graphs do not hold an output embedding, and adapters read a linear's input: nothing is joined with either.
     fuse = model.options.fuse and isinstance(layer, LinearBase) and not model.adapters
     if not fuse or not quantised:

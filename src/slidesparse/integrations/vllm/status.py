@@ -7,29 +7,22 @@ that takes no images).
 
 from __future__ import annotations
 
-import json
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from slidesparse.errors import UnsupportedError
-from slidesparse.gemm.speed import MEASURED_HERE
-from slidesparse.integrations import NAME
 from slidesparse.integrations.gain import LoadedLinear, describe_gain
 from slidesparse.models.layer_kinds import kind_of
 
-NONE_SPARSE = "slidesparse: none of the %d layers that could run sparse does (%s): %s is served at dense speed%s"
+NONE_SPARSE = (
+    "slidesparse: none of the %d layers that could run sparse does (%s): %s is served at dense speed. slidesparse tune"
+    " measures linears, a start experts; backend and experts in --additional-config force them (docs/serving.md)"
+)
 NO_PATTERN_HERE = (
     "slidesparse: none of the %d layers in this stage of the pipeline satisfies any pattern: it runs dense"
 )
-FORCE = "--additional-config '%s' runs them sparse whatever was measured"
-MEASURE = 'slidesparse tune measures this GPU, as a start without "tune": "off" does; '
-MEASURE_EXPERTS = 'A start without "tune": "off" measures them; '
-PRUNE_MORE = "Dense was measured to be faster: a sparser pattern gains more; "
-CANNOT_BE_MEASURED = "they cannot be measured"
-"""Part of a reason for which measuring is no remedy."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +34,9 @@ class Outcome:
         qualified: Its weight satisfies its pattern, is marked with one, has eight bits, or was skipped.
         text: Pattern and backend, or the reason why it stays dense.
         eligible: It has groups that could run sparse, and the user did not choose dense.
-        experts: It is the experts of a mixture, for which users have another option.
         joined: It runs dense by our operator, which the norm or activation before it may be joined with.
         kept_bytes: Bytes of its kept weight, 0 where not counted; ``dense_bytes``: as vLLM loaded it.
         linear: The times of a linear whose backends were chosen, sparse or dense.
-        sparse_by: The backend that could run a linear here which stays dense, or None.
         how: The form of packed weights in words, where they are not sparse.
     """
 
@@ -53,12 +44,10 @@ class Outcome:
     qualified: bool
     text: str
     eligible: bool = False
-    experts: bool = False
     joined: bool = False
     kept_bytes: int = field(default=0, compare=False)
     dense_bytes: int = field(default=0, compare=False)
     linear: LoadedLinear | None = field(default=None, compare=False)
-    sparse_by: str | None = field(default=None, compare=False)
     how: str = ""
 
     def __post_init__(self) -> None:
@@ -101,7 +90,7 @@ class ModelStatus:
         if eligible and not any(outcome.sparse for outcome in eligible):
             ((most, _),) = Counter(eligible).most_common(1)
             served = "this stage of the pipeline" if self.part else "the pruned model"
-            log.warning(NONE_SPARSE, len(eligible), most.text, served, _remedies(most, eligible))
+            log.warning(NONE_SPARSE, len(eligible), most.text, served)
 
     def _refuse_no_pattern(self, log: logging.Logger) -> None:
         """Refuse a model without any pattern; only warn of a part of one, since others may have the pruned layers."""
@@ -151,27 +140,3 @@ def _is_to_come(layer: object) -> bool:
     """Return whether vLLM will load a built layer: it still exists, and its weights have memory."""
     parameters = getattr(layer, "parameters", tuple)
     return layer is not None and not any(parameter.is_meta for parameter in parameters())
-
-
-def _hint(outcome: Outcome) -> str:
-    """Return the remedy for layers that were left dense, besides forcing them sparse."""
-    if MEASURED_HERE in outcome.text:
-        return PRUNE_MORE
-    if CANNOT_BE_MEASURED in outcome.text:
-        return ""
-    return MEASURE_EXPERTS if outcome.experts else MEASURE
-
-
-def _remedies(most: Outcome, eligible: Iterable[Outcome]) -> str:
-    """Return the remedies for dense layers as the end of a sentence, or nothing."""
-    options = _forcing(eligible)
-    return f". {_hint(most)}{FORCE % json.dumps({NAME: options})}" if options else ""
-
-
-def _forcing(eligible: Iterable[Outcome]) -> dict[str, str]:
-    """Return the options that force layers sparse; a backend only where it can run all linears."""
-    outcomes = list(eligible)
-    options = {"experts": "sparse"} if any(outcome.experts for outcome in outcomes) else {}
-    backends = {outcome.sparse_by for outcome in outcomes if not outcome.experts}
-    backend = backends.pop() if len(backends) == 1 else None
-    return options if backend is None else {"backend": backend, **options}
