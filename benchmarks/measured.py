@@ -103,10 +103,9 @@ CURVE: dict[str, tuple[str, str, str]] = {
     "stock W4A16": ("stock W4A16", "int4 nearest", "int4 nearest recover 20M"),
     "dense INT8, fused": (CONTROL, "dense int8", ""),
     "dense, six bits": (DENSE_SIX_BITS, "dense 6bit", ""),
-    **{
-        IN_SIX_BITS[f"{pattern} {SIX_BITS}"]: (f"{pattern} {SIX_BITS}", f"{pattern} match", f"{pattern} {longest}")
-        for pattern, longest in LONGEST.items()
-    },
+    "6:8, six bits": (AT_6OF8, "6:8 match", "6:8 recover 20M 6bit"),
+    "4:6, six bits": (f"4:6 {SIX_BITS}", "4:6 match", "4:6 recover 100M 6bit"),
+    "2:4, six bits": (f"2:4 {SIX_BITS}", "2:4 match", "2:4 recover 80M"),
 }
 """README's rows: name -> engine, and the tags of the judged model in one shot and trained on."""
 
@@ -172,7 +171,7 @@ def curve() -> str:
         dense = found["dense"]["humaneval"]["sampled"]
         answers = "-" if best is None else compare.points(best["humaneval"]["sampled"], dense)
         rows.append([name, *("-" if one is None else f"{one:.2f}x" for one in speeds), *rises, answers])
-    return markdown(("", *CURVE_LOADS.values(), "perplexity, one shot", "trained on", "HumanEval"), rows)
+    return markdown(("", *CURVE_LOADS.values(), "perplexity, one shot", "after training", "HumanEval"), rows)
 
 
 def served_newest(model: str, columns: Mapping[str, str], *loads: str) -> str:

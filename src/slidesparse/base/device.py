@@ -18,7 +18,9 @@ def why_no_cuda() -> str | None:
     """Return torch's reason for not using a CUDA device (no GPU, too old a driver, ...); None if it can."""
     try:
         torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
+    except AssertionError:
+        return f"torch {torch.__version__} is a build for CPUs"
+    except RuntimeError as error:
         return f"torch {torch.__version__}: {first_line(error)}"
     return None
 

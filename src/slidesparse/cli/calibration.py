@@ -27,7 +27,7 @@ def add_calibration(parser: Options, text: str) -> None:
     add_own_chats(parser, "the model")
     add_no_bos(parser)
     parser.add_argument("--samples", type=int, help="calibration windows (default: 128)")
-    text = "tokens of a calibration window (default: 2048, or what the model can read)"
+    text = "tokens of a calibration window (default: 2048, 512 of the default text, or what the model can read)"
     parser.add_argument("--length", type=int, help=text)
     parser.add_argument("--seed", type=int, help="seed of the choice of windows (default: 0)")
 

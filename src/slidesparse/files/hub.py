@@ -81,7 +81,10 @@ def _fetched(repository: str, revision: str | None) -> Path:
             return Path(hub.snapshot_download(repository, allow_patterns=[*FETCHED], **how))
         except utils.LocalEntryNotFoundError as error:
             wanted: dict[str, Any] = {"allow_patterns": [*INDISPENSABLE], "local_files_only": True}
-            found = Path(hub.snapshot_download(repository, **wanted, **how))
+            try:
+                found = Path(hub.snapshot_download(repository, **wanted, **how))
+            except utils.LocalEntryNotFoundError:
+                raise error from None  # whose words are of the network
             LOG.warning("%s is read from the cache, without what is not there: %s", repository, first_line(error))
             return found
 
@@ -108,7 +111,7 @@ def _explained(repository: str, revision: str | None) -> Iterator[None]:
             remedy = "free some space, or let HF_HOME name another place, and run again: it goes on from there"
             raise CheckpointError(f"the disk of {constants.HF_HUB_CACHE} is full", remedy=remedy) from error
         what = f"there is no folder {repository}, and a model of that name cannot be fetched"
-        got: str | None = first_line(error)
+        got: str | None = first_line(error).rstrip(".")
         needed, remedy = None, "check the network and the name, and run again: what was fetched is kept"
         if isinstance(error, errors.GatedRepoError):
             what, got = f"{repository} is a gated model", None

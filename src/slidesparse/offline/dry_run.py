@@ -20,6 +20,7 @@ from slidesparse.offline.estimate import describe_seconds, estimate_seconds
 from slidesparse.offline.outcome import PruneOutcome
 from slidesparse.offline.prune import prepare
 from slidesparse.offline.prune_options import PruneOptions
+from slidesparse.weights.pattern import DENSE
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,9 @@ class DryRun(PruneOutcome):
     def describe(self) -> str:
         """Return the dry run as text."""
         lines = ["dry run: nothing was written"]
-        time = "" if self.seconds is None else f": {describe_seconds(self.seconds)} on this machine"
-        lines.append(f"would prune by {self.calibrated or self.method}{time}")
+        time = "" if self.seconds is None else f": {describe_seconds(self.seconds)}, if nothing else runs here"
+        prunes = any(pattern != str(DENSE) for pattern in (*self.treated, *self.experts))
+        lines.append(f"would {'prune' if prunes else 'round'} by {self.calibrated or self.method}{time}")
         lines += [f"would treat {what.describe('linears')} at {pattern}" for pattern, what in self.treated.items()]
         for pattern, what in self.experts.items():
             lines.append(f"would treat {what.describe('tensors of experts')} at {pattern}")
