@@ -344,7 +344,7 @@ def demo() -> str:
         size = f"{100 * int8['relative_bytes']:.0f} %"
         cells.append([pattern, zeros, *fidelity, size, f"{int8['ideal_speedup']:.2f}x", exact])
     head = ("pattern", "zeros", "cosine, INT8", "cosine, FP8", "bytes of dense 8-bit", "ideal speed-up")
-    return markdown((*head, "INT8 equal to dense"), cells)
+    return markdown((*head, "INT8 equal to dense product"), cells)
 
 
 def cpu() -> str:

@@ -49,7 +49,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "pattern": Kind("a pattern, before rounding", "#0072b2", "o", "-"),
-    "dense": Kind("dense: stock INT8, fused, in six bits", "#222222", "v", "none"),
+    "dense": Kind("dense INT8, stock and fused", "#222222", "v", "none"),
     "four": Kind("INT4 to nearest (W4A16)", "#009e73", "D", "none"),
     "fewer": Kind("20 of 24 layers", "#d55e00", "s", "none"),
 }
