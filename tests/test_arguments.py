@@ -64,7 +64,6 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "pack k_offset": lambda v: pack(ZEROS, "6:8", k_offset=v),
     "prune_mask weight": lambda v: prune_mask(v, "6:8"),
     "prune_mask pattern": lambda v: prune_mask(WEIGHT, v),
-    "prune_mask cost": lambda v: prune_mask(WEIGHT, "6:8", v),
     "lift x": lambda v: lift(v, "6:8"),
     "lift pattern": lambda v: lift(WEIGHT, v),
     "lift k_offset": lambda v: lift(WEIGHT, "6:8", v),
