@@ -18,6 +18,10 @@ pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 RANK = 8
 
 
+def add_nothing(*_: Any, **__: Any) -> None:
+    """Stand for a method that would compute an adapter's part."""
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16], ids=str)
 def test_vllms_layers_of_adapters_call_the_sparse_linear(checkpoints: Any, dtype: torch.dtype) -> None:
     """They ask for the device of its weight; tests/gpu/test_vllm_features.py compares what adapters add."""
@@ -29,7 +33,7 @@ def test_vllms_layers_of_adapters_call_the_sparse_linear(checkpoints: Any, dtype
     model = configured(checkpoints("6:8", dtype), quantization="slidesparse")
     config = VllmConfig(model_config=model, additional_config=REFERENCE, lora_config=lora)
     layer = loaded_by(config).model.layers[0]
-    added = SimpleNamespace(add_lora_linear=lambda *_, **__: None, add_shrink=lambda *_: None, add_expand=None)
+    added = SimpleNamespace(add_lora_linear=add_nothing, add_shrink=add_nothing, add_expand=add_nothing)
     for kind, base in (
         ("RowParallelLinearWithLoRA", layer.mlp.down_proj),
         ("MergedQKVParallelLinearWithLoRA", layer.self_attn.qkv_proj),
