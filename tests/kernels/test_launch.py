@@ -53,4 +53,8 @@ def test_held_rows_get_few_lanes_few_rows_many_and_walked_rows_in_flight_fit_l1(
 
 def test_three_programs_share_a_multiprocessor_where_they_can() -> None:
     assert [chosen(columns).registers for columns in (8192, 18944, 24576, 32768)] == [0, 40, 40, 0]
-    assert chosen(18944, itemsize=4).registers == chosen(18944, "silu_mul").registers == 0
+    assert chosen(18944, itemsize=4).registers == chosen(18944, "silu_mul", tokens=64).registers == 0
+
+
+def test_wide_rows_of_silu_spill_a_little_so_that_two_programs_share_a_multiprocessor() -> None:
+    assert [chosen(columns, "silu_mul").registers for columns in (8192, 18944, 27648, 29568)] == [0, 64, 64, 96]
