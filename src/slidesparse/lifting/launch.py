@@ -39,7 +39,7 @@ THREE_PROGRAMS = 40
 take a few more for FP8, and only two rows would be in flight: 7 % slower on an H200 at K = 18944."""
 TWO_PROGRAMS = 64
 """Registers of a lane with which it suffices for two. Left to the compiler, SiLU * up of more than 24576 columns takes
-124, and a multiprocessor reads nothing while its one row is computed: 773 us in place of 562 for 16384 rows of 27648."""
+124, and a multiprocessor reads nothing while its one row is computed: 773, not 562 us for 16384 rows of 27648."""
 ONE_PROGRAM = 96
 """Registers of a lane above 28672 columns, where 64 would spill too much: 807, 712 and 938 us for 16384 rows of 29568
 with 124, 96 and 64."""
