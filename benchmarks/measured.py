@@ -22,8 +22,8 @@ from typing import Any
 
 from slidesparse.gemm import cards as card_list
 from slidesparse.gemm.speed_files import file_name
-from slidesparse.offline.known_models import MODELS
 from slidesparse.weights.pattern import Pattern
+from slidesparse_bench.known_models import MODELS
 from slidesparse_bench.records import DENSE_VARIANT
 from slidesparse_bench.report.serve_numbers import Group, groups
 from slidesparse_bench.served_records import AGAIN, CONTROL, STOCK, read

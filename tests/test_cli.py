@@ -249,7 +249,7 @@ def _run_module(*arguments: str, path: Path) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["prune", "--help"], ["tune", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["prune", "--help"], ["eval", "--help"]])
 def test_help_needs_no_torch(tmp_path: Path, arguments: list[str]) -> None:
     """Importing torch takes seconds, so a torch that cannot be imported is in its place."""
     (tmp_path / "torch.py").write_text("raise RuntimeError('imported')\n")

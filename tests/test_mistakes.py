@@ -35,7 +35,7 @@ COMMANDS = {
 EMPTY = [
     *([*PRUNE[:at], "", *PRUNE[at + 1 :]] for at in (1, 2)),
     *([*WANDA, "--calibration", ""], ["eval", "", *EVAL[2:]], [*EVAL, "--text", ""], ["inspect", ""]),
-    *(["tune", ""], ["bench", "gemm", "--out", ""], ["bench", "serve", "--out", "r.jsonl", "--scratch", ""]),
+    *(["bench", "gemm", "--out", ""], ["bench", "serve", "--out", "r.jsonl", "--scratch", ""]),
     *(["report", "", "--out", "r"], ["report", "text.txt", "--out", ""]),
 ]
 NO_GPU = [

@@ -123,7 +123,7 @@ def test_after_the_budget_a_prior_decides_and_the_next_start_goes_on(lines: Call
     assert choose(PROBLEM).reason.endswith("measured here")
     assert "; prior: measured at 24x64" in choose(other).reason
     (told,) = [line for line in lines() if "measuring ends after 0.2 s of this start" in line]
-    assert "go by a prior, and the next start, or slidesparse tune, measures them" in told
+    assert "go by a prior, and the next start measures them" in told
     again = tuner()
     assert loaded(again)
     assert loaded(again, other)

@@ -71,7 +71,7 @@ NO_RIGHT_RESULT = "no packed form that was measured gave a right result here"
 WRONG_HERE = "its result was wrong when it was measured here"
 NOTHING_SLID = "this weight is packed dense"
 NO_COPY = "; no dense copy is kept"
-NOT_MEASURED = "no layer like it has been measured on this GPU (slidesparse tune does)"
+NOT_MEASURED = "no layer like it has been measured on this GPU"
 """Reason for a GPU without a prior where measuring is off, failed, or took too long."""
 
 

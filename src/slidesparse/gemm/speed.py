@@ -2,7 +2,7 @@
 
 A table has the times of one :class:`Installation`: a GPU with its driver and libraries. Times of this installation and
 of a layer's own size are *measured here*: by the plugin and ``slidesparse.load`` when they load a model
-(:mod:`slidesparse.tuning`), or by ``slidesparse tune``. All others, with those that ship, are a *prior*: used, and
+(:mod:`slidesparse.tuning`). All others, with those that ship, are a *prior*: used, and
 named as such, where nothing was measured here. A packed form is compared with the dense time of the same comparison,
 quantisation and scales included. The files are those of :mod:`slidesparse.gemm.speed_files`.
 

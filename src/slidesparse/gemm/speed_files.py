@@ -44,7 +44,7 @@ VERSION = 3
 
 PACKAGED = Path(__file__).parent / "speed_tables"
 
-REMEDY = "delete it; a model that is loaded, or slidesparse tune, measures again"
+REMEDY = "delete it; the next start measures again"
 
 WRITING_S = 10.0
 """Seconds to wait for a process that writes, which takes milliseconds. A hanging one costs times, not the file."""

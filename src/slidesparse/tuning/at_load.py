@@ -192,7 +192,7 @@ class LoadTuner:
             self._logged_end = True
             self.log.warning(
                 "slidesparse: measuring ends after %g s of this start; the kinds of layers that are left go by a prior,"
-                " and the next start, or slidesparse tune, measures them",
+                " and the next start measures them",
                 self.budget_s,
             )
 
