@@ -147,7 +147,7 @@ class ModelState:
         """Keep the spec of a packed layer, and the times that decided its routes, if any."""
         self.specs[name] = layer.spec
         if layer.choice.measured is not None:
-            self.speeds[layer.spec] = layer.choice.measured.of_size(layer.out_features, layer.in_features)
+            self.speeds[layer.spec] = layer.choice.measured
 
     def cache_key(self) -> dict[str, object]:
         """Return all parts of this state that a compiled graph depends on, for JSON."""
