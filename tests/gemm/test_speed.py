@@ -1,10 +1,7 @@
-"""Measured times: which of a table are of a layer, and the routes of a weight."""
+"""Measured times: which of a table are of a layer."""
 
 from __future__ import annotations
 
-import pytest
-
-from slidesparse.gemm.spec import FormSpec, Route, WeightSpec
 from slidesparse.gemm.speed import Experts, Installation, LayerSpeed, SpeedTable, find_times
 
 TOKENS = (64, 1024, 16384)
@@ -45,20 +42,3 @@ def test_comparisons_of_one_size_are_one_layer_and_the_newest_counts() -> None:
     other = find_times(table, NAMES, "int8", "4:6", 4096, 4096)
     assert other is not None
     assert other.us == {"dense": (9.0,) * 3, "quick": (7.0,) * 3}
-
-
-# -- the spec of a weight ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("first", "last", "routes"),
-    [
-        (0, 3, [(0, "quick"), (4, "dense"), (16, "quick"), (64, "dense")]),
-        (20, 99, [(0, "dense"), (16, "quick"), (100, "dense")]),
-        (70, 80, [(0, "dense"), (16, "quick"), (64, "dense"), (70, "quick"), (81, "dense")]),
-    ],
-)
-def test_a_spec_takes_another_route_for_a_while(first: int, last: int, routes: list[tuple[int, str]]) -> None:
-    forms = FormSpec("dense", (64, 4), 3), FormSpec("quick", (), 5)
-    spec = WeightSpec(96, "fp8", forms, (Route(0, "dense"), Route(16, "quick"), Route(64, "dense")))
-    assert spec.through("quick", first, last).routes == tuple(Route(*route) for route in routes)

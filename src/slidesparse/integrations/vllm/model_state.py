@@ -12,7 +12,6 @@ import torch
 
 from slidesparse.base.device import mostly_free
 from slidesparse.base.torch_private import can_match_graphs
-from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.integrations import NAME
 from slidesparse.integrations.names import NamedLayer
 from slidesparse.integrations.vllm import LOGGER
@@ -58,7 +57,6 @@ class ModelState:
         warmup: Runs a layer of each kind when it is loaded; None for layers that are built without a model.
         specs: Name of a layer on our operators -> the spec of its weight, as text: everything that a compiled graph
             keeps of the weight (sizes, column order, backends).
-        speeds: Spec -> the times that decided its routes.
         adapters: The engine may put LoRA adapters around layers.
         batch_invariant: Results of a request must not depend on its batch.
         heads_compared: See :func:`compares_heads`.
@@ -72,7 +70,6 @@ class ModelState:
     tuner: LoadTuner | None = None
     warmup: WarmUp | None = None
     specs: dict[str, str] = field(default_factory=dict)
-    speeds: dict[str, LayerSpeed] = field(default_factory=dict)
     adapters: bool = False
     batch_invariant: bool = False
     heads_compared: bool = False
@@ -144,10 +141,8 @@ class ModelState:
         return not self.status.part or None in numbers or len(numbers) == 1
 
     def add_layer(self, name: str, layer: SlideLinear) -> None:
-        """Keep the spec of a packed layer, and the times that decided its routes, if any."""
+        """Keep the spec of a packed layer."""
         self.specs[name] = layer.spec
-        if layer.choice.measured is not None:
-            self.speeds[layer.spec] = layer.choice.measured
 
     def cache_key(self) -> dict[str, object]:
         """Return all parts of this state that a compiled graph depends on, for JSON."""
@@ -155,7 +150,6 @@ class ModelState:
             "options": asdict(self.options),
             "outcomes": {name: outcome.text for name, outcome in self.status.outcomes.items()},
             "specs": self.specs,
-            "speeds": sorted(map(str, self.speeds.items())),
         }
 
 
