@@ -30,7 +30,6 @@ LAYERS = [
     {"offline"},
     {"recovery"},
     {"integrations"},
-    {"demo"},
     {"cli"},
     {"__main__"},
 ]
