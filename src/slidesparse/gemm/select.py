@@ -97,7 +97,7 @@ class Choice:
         return next(route.backend for route in reversed(self.routes) if route.from_tokens <= tokens)
 
     def describe(self) -> str:
-        """Return the routes in words: ``dense up to 69 tokens, fast up to 1154, slow beyond``."""
+        """Return the routes in words: ``dense up to 64 tokens, fast up to 1024, slow beyond``."""
         ends = [f"up to {after.from_tokens - 1}" for after in self.routes[1:]]
         parts = [f"{route.backend} {end}" for route, end in zip(self.routes, [*ends, "beyond"], strict=True)]
         if len(parts) == 1:
