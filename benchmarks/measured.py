@@ -252,7 +252,7 @@ def layers(gpu: str, tuned: Sequence[tuple[str, str]]) -> str:
     rows = []
     for dtype, model in tuned:
         table, found = next(filter(None, (_of_model(table, dtype, model) for table in tables)))
-        older = "" if table is tables[0] else f", `{table['libraries']['hopper'].split()[-1]}`"
+        older = "" if table is tables[0] else f", `{table['installation']['libraries']['hopper'].split()[-1]}`"
         known = [name for name in found[0]["us"] if name.startswith("hopper")]
         first = (dtype, model) == tuned[0]
         known.sort(key=lambda name: name.startswith(SIX_BITS))

@@ -122,14 +122,11 @@ def test_a_file_that_another_process_wrote_is_read_again() -> None:
 
 
 GOOD = {
-    "version": 3,
-    "gpu": "Test GPU",
-    "capability": "9.9",
-    "driver": None,
-    "libraries": {},
+    "installation": {"gpu": "Test GPU", "capability": "9.9", "driver": None, "libraries": {}},
     "layers": [
         {"dtype": "int8", "out": 8, "columns": 8, "tokens": [1, 2], "experts": None, "us": {"dense": [1.0, None]}}
     ],
+    "wrong": [],
 }
 
 EXPERTS = {"count": 4, "everywhere": 8, "top_k": 2, "down": None, "bits": 8}
@@ -138,7 +135,7 @@ EXPERTS = {"count": 4, "everywhere": 8, "top_k": 2, "down": None, "bits": 8}
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "version of the table; got 2; needed 3"),
+        ({"version": 2}, "version"),
         ({"layers": [{**GOOD["layers"][0], "experts": EXPERTS | {"top_k": 0}}]}, "at least 1"),
         ({"layers": [{**GOOD["layers"][0], "experts": EXPERTS | {"down": "3:5"}}]}, "pattern"),
         ({"layers": [{**GOOD["layers"][0], "tokens": [2, 1]}]}, "ascending"),

@@ -1,9 +1,10 @@
 """Files of measured layer times: their paths, reading and writing.
 
-    {"version": 3, "gpu": "NVIDIA H200", "capability": "9.0", "driver": "580.159.04",
-     "libraries": {"dense": "vLLM 0.22, torch 2.11", "hopper": "slidesparse hopper-4"},
-     "layers": [{"dtype": "int8", "out": 4608, "columns": 3584, "tokens": [64, 1024, 16384], "experts": null,
-                 "us": {"dense": [11.3, 52.9, 870.1], "hopper 2:4": [28.5, 55.7, null]}}]}
+    {"installation": {"gpu": "NVIDIA H200", "capability": "9.0", "driver": "580.159.04",
+                      "libraries": {"dense": "vLLM 0.22, torch 2.11", "hopper": "slidesparse hopper-7"}},
+     "layers": [{"dtype": "int8", "out": 4608, "columns": 3584, "tokens": [64, 1024, 16384],
+                 "us": {"dense": [11.3, 52.9, 870.1], "hopper 2:4": [28.5, 55.7, null]}, "experts": null}],
+     "wrong": [{"dtype": "int8", "out": 4608, "columns": 3584, "name": "hopper 2:4", "experts": null}]}
 
 ``"experts"`` is null of a linear; of a layer of experts it is a :class:`slidesparse.gemm.speed.Experts`:
 
@@ -12,10 +13,6 @@
 A file in the user's cache folder has the times of one installation: a GPU, its driver and the libraries. A new driver,
 a new revision of a kernel or another vLLM gets a file of its own. A file that cannot be read is not used, and the log
 says so once.
-
-Wrong forms are named after ``"libraries"``:
-
-    "wrong": [{"dtype": "int8", "out": 4608, "columns": 3584, "name": "hopper 2:4", "experts": null}]
 """
 
 from __future__ import annotations
@@ -25,12 +22,10 @@ import json
 import logging
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
-from slidesparse.base.arguments import shown
 from slidesparse.base.cache_folder import cache_folder
 from slidesparse.base.file_lock import file_lock
 from slidesparse.base.log import log_once
@@ -39,8 +34,6 @@ from slidesparse.base.whole_file import replace_file
 from slidesparse.errors import InputError, system_words
 from slidesparse.gemm.speed import Installation, LayerSpeed, SpeedTable, WrongForm
 
-VERSION = 3
-
 REMEDY = "delete it; the next start measures again"
 
 WRITING_S = 10.0
@@ -48,19 +41,6 @@ WRITING_S = 10.0
 
 _UNWRITTEN: dict[Path, SpeedTable] = {}
 """Tables that could not be written, for use in this process."""
-
-
-@dataclass(frozen=True)
-class _StoredTable:
-    """A :class:`SpeedTable` as a file has it."""
-
-    version: int
-    gpu: str
-    capability: str
-    driver: str | None
-    libraries: dict[str, str]
-    wrong: tuple[WrongForm, ...]
-    layers: tuple[LayerSpeed, ...]
 
 
 def tuned_path(here: Installation) -> Path:
@@ -105,22 +85,8 @@ def load_speeds(path: Path) -> SpeedTable | None:
 
 @lru_cache(maxsize=64)
 def _read(path: Path, state: tuple[int, int, int]) -> SpeedTable:
-    return parse_table(load_json(path))
-
-
-def parse_table(value: Any) -> SpeedTable:
-    """Return the table of a file's JSON.
-
-    Raises:
-        InputError: It has not the form at the top of this file.
-    """
-    if isinstance(value, dict):
-        if value.get("version") != VERSION:  # which has other fields, so this comes first
-            raise InputError("version of the table", got=shown(value.get("version")), needed=str(VERSION))
-        value = {"wrong": [], **value}
-    stored: _StoredTable = decode(_StoredTable, value, "table")
-    installation = Installation(stored.gpu, stored.capability, stored.driver, stored.libraries)
-    return SpeedTable(installation, stored.layers, stored.wrong)
+    table: SpeedTable = decode(SpeedTable, load_json(path), "table")
+    return table
 
 
 def add_layers(here: Installation, layers: Iterable[LayerSpeed], wrong: Iterable[WrongForm] = ()) -> Path | None:
@@ -137,7 +103,7 @@ def add_layers(here: Installation, layers: Iterable[LayerSpeed], wrong: Iterable
         wrong_forms = tuple(dict.fromkeys((*known.wrong, *wrong)))
         table = SpeedTable(here, join_layers(known.layers, layers), wrong_forms)
         try:
-            replace_file(path, table_text(table))
+            replace_file(path, json.dumps(asdict(table)))
         except OSError as error:
             _UNWRITTEN[path] = table
             log_once(
@@ -161,25 +127,3 @@ def join_layers(older: Iterable[LayerSpeed], newer: Iterable[LayerSpeed]) -> tup
 
 def _comparison(layer: LayerSpeed) -> tuple[object, ...]:
     return layer.dtype, layer.out, layer.columns, layer.experts, frozenset(layer.us)
-
-
-def table_text(table: SpeedTable) -> str:
-    """Return a table as JSON with a line for each list of times."""
-    there = table.installation
-    head: dict[str, Any] = {
-        "version": VERSION,
-        "gpu": there.gpu,
-        "capability": there.capability,
-        "driver": there.driver,
-        "libraries": there.libraries,
-    }
-    if table.wrong:
-        head["wrong"] = [asdict(form) for form in table.wrong]
-    layers = ",\n".join(map(_layer_text, table.layers))
-    return json.dumps(head)[:-1] + f', "layers": [\n{layers}\n]}}\n'
-
-
-def _layer_text(layer: LayerSpeed) -> str:
-    head = {name: part for name, part in asdict(layer).items() if name != "us"}
-    times = ",\n".join(f"  {json.dumps(name)}: {json.dumps(us)}" for name, us in layer.us.items())
-    return json.dumps(head)[:-1] + f', "us": {{\n{times}}}}}'

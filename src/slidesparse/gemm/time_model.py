@@ -56,7 +56,10 @@ def decide(times: Mapping[str, float | None], main: str | None) -> str:
 
 @lru_cache(maxsize=1024)
 def routes_of(layer: LayerSpeed) -> tuple[Route, ...]:
-    """Return the routes of :func:`decide` over all numbers of tokens; no form runs next to an M where it has no time."""
+    """Return the routes of :func:`decide` over all numbers of tokens.
+
+    No packed form runs between an M with its time and one without.
+    """
     main, columns = fastest(layer), [layer.column(index) for index in range(len(layer.tokens))]
     taken = [decide(times, main) for times in columns]
     routes = [Route(0, taken[0])]
