@@ -30,7 +30,6 @@ from slidesparse.integrations.names import (
     LEFT_ALONE,
     NamedLayer,
     find_layer,
-    list_parts,
     marked_experts,
     rename_layers,
     require_marker,
@@ -183,12 +182,9 @@ class SlideSparseConfig(CompressedTensorsConfig):
             install_pass(vllm_config.compilation_config, self._model)
             cut_less_between_graphs()
             add_stack_room()
-            self._model.unplaced = dict(self.marker.layers) if self.marker is not None else {}
         return self._model
 
     def _find_layer(self, layer: torch.nn.Module, name: str, model: ModelState) -> NamedLayer | None:
-        for part in list_parts(name, self.packed_modules_mapping):
-            model.unplaced.pop(part, None)
         reason = why_left(name)
         named = None if reason else find_layer(self.marker, name, self.packed_modules_mapping)
         if named is None:

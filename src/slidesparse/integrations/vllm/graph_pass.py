@@ -22,8 +22,8 @@ InductorPass: Any = private.inductor_pass()
 
 PACKAGE = Path(__file__).parents[2]
 
-SUFFIXES = (".cu", ".cuh", ".json", ".py")
-"""Suffixes of sources and tables that a compiled graph depends on."""
+SUFFIXES = (".cu", ".cuh", ".py")
+"""Suffixes of sources that a compiled graph depends on."""
 
 log = logging.getLogger(LOGGER)
 
