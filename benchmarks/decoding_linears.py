@@ -26,11 +26,11 @@ from typing import Any
 import torch
 
 from slidesparse.layer.linear import SlideLinear
-from slidesparse.offline.known_models import MODELS
 from slidesparse.weights.packed import PackedWeight
 from slidesparse_bench import environment
 from slidesparse_bench.kernels.dense import vllm_ops, vllm_quantize
 from slidesparse_bench.kernels.operands import packed_weight
+from slidesparse_bench.known_models import MODELS
 from slidesparse_bench.records import DENSE_VARIANT
 
 MODEL = "Qwen2.5-7B"

@@ -31,11 +31,11 @@ from slidesparse.gemm.hopper.choose_tiles import (
     two_bands,
 )
 from slidesparse.gemm.hopper.tiles import Tile
-from slidesparse.offline.known_models import MODELS
 from slidesparse.tuning.timing import CudaStopwatch
 from slidesparse_bench import environment
 from slidesparse_bench.interleaved import interleave
 from slidesparse_bench.kernels import operands
+from slidesparse_bench.known_models import MODELS
 
 TOKENS = (128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096)
 ROUND_S = 0.01

@@ -32,13 +32,13 @@ from slidesparse.gemm.hopper.choose_tiles import MULTIPROCESSORS, blocks_of, cyc
 from slidesparse.gemm.hopper.tiles import DENSE_TILES, TILES, Tile
 from slidesparse.gemm.hopper.weights import BLOCKS, ROWS, STEP_BYTES, TILE_ROWS, ZERO_NIBBLE, step_bytes
 from slidesparse.lifting.layout import SLAB_BYTES
-from slidesparse.offline.known_models import LAYERS, MODELS
 from slidesparse.tuning.timing import CudaStopwatch, Pass, copies_needed, copies_of
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import parse_dtype
 from slidesparse_bench import environment
 from slidesparse_bench.interleaved import time_passes
 from slidesparse_bench.kernels.dense import vllm_ops
+from slidesparse_bench.known_models import LAYERS, MODELS
 
 TOKENS = (16, 32, 64, 128, 256, 384, 512, 768)
 MOST_BLOCKS = 8

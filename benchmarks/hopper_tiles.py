@@ -31,13 +31,13 @@ from scipy.optimize import nnls
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
 from slidesparse.gemm.hopper.choose_tiles import MULTIPROCESSORS, blocks_of, cheapest, work
 from slidesparse.gemm.hopper.tiles import TILES, Tile
-from slidesparse.offline.known_models import LAYERS, MODELS
 from slidesparse.tuning.timing import CudaStopwatch
 from slidesparse.weights.quant import parse_dtype, quantize_rows
 from slidesparse_bench import environment
 from slidesparse_bench.interleaved import interleave
 from slidesparse_bench.kernels import operands
 from slidesparse_bench.kernels.dense import vllm_ops
+from slidesparse_bench.known_models import LAYERS, MODELS
 
 SIZES = {
     **MODELS,

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from slidesparse.gemm import cards as card_list
-from slidesparse.gemm.speed_files import file_name
-from slidesparse.offline.known_models import MODELS
 from slidesparse.weights.pattern import Pattern
+from slidesparse_bench.known_models import MODELS
 from slidesparse_bench.records import DENSE_VARIANT
 from slidesparse_bench.report.serve_numbers import Group, groups
 from slidesparse_bench.served_records import AGAIN, CONTROL, STOCK, read
@@ -258,13 +257,13 @@ TUNED = (("int8", "Qwen2.5-7B"), ("int8", "Llama-3-8B"), ("int8", "Qwen2.5-14B")
 
 
 def layers(gpu: str, tuned: Sequence[tuple[str, str]]) -> str:
-    """The four linears of a block, by the tables that ship; that of the newest kernel has the plain name."""
-    (path,) = (ROOT / "src").rglob(file_name(gpu))
+    """The four linears of a block, by a GPU's tables of times; that of the newest kernel has the plain name."""
+    path = ROOT / f"results/{gpu}/layers.json"
     tables = [json.loads(one.read_text()) for one in (path, *sorted(path.parent.glob(f"{path.stem}-*.json")))]
     rows = []
     for dtype, model in tuned:
         table, found = next(filter(None, (_of_model(table, dtype, model) for table in tables)))
-        older = "" if table is tables[0] else f", `{table['libraries']['hopper'].split()[-1]}`"
+        older = "" if table is tables[0] else f", `{table['installation']['libraries']['hopper'].split()[-1]}`"
         known = [name for name in found[0]["us"] if name.startswith("hopper")]
         first = (dtype, model) == tuned[0]
         known.sort(key=lambda name: name.startswith(SIX_BITS))
@@ -416,7 +415,7 @@ TABLES: dict[str, Callable[[], str]] = {
         *("burst", "mixed", *(f"decode {n} at 80" for n in (1, 16, 64, 256)), "long", "decode 8 at 8192"),
     ),
     "served-sglang": partial(served_newest, "7B in SGLang", IN_SIX_BITS, *USUAL_LOADS),
-    "layers": partial(layers, "NVIDIA H200", TUNED),
+    "layers": partial(layers, "h200", TUNED),
     "published-models": published_models,
     "published-models-1.5b": partial(published_models, LARGER),
     "published-models-135m": partial(published_models, SMALLER_BY_GPU),

@@ -2,7 +2,7 @@
 
     python benchmarks/six_bits_fidelity.py OUT.json
 
-Needs the extra ``demo``, and no GPU. The encoder is that of ``slidesparse demo``, and the measure Spearman's
+Needs the extra ``demo``, and no GPU. The encoder is that of ``examples/encoder.py``, and the measure Spearman's
 correlation of the similarities of 120 sentences with those of the dense float32 model. Pruning is by magnitude.
 """
 
@@ -11,18 +11,22 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import runpy
 from datetime import date
 from pathlib import Path
 
 import torch
 
-from slidesparse.demo.run import IGNORE, embed, load_encoder, prune_, read_sentences
 from slidesparse.models.sparsify import sparsify_
+from slidesparse.models.targets import find_targets
+from slidesparse.pruning import prune_mask
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import Rounding
 from slidesparse_bench import environment
 
+ENCODER = runpy.run_path(str(Path(__file__).parents[1] / "examples/encoder.py"))
 PATTERNS = ("dense", "6:8", "4:6", "2:4")
+IGNORE = ("pooler.dense",)
 RECIPES: tuple[Rounding, ...] = ("absmax", "6bit")
 
 
@@ -37,16 +41,24 @@ def pair_similarities(embeddings: torch.Tensor) -> torch.Tensor:
     return (embeddings @ embeddings.T)[i, j]
 
 
+def prune_(model: torch.nn.Module, pattern: Pattern) -> None:
+    """Prune the linears of the encoder by magnitude, in place."""
+    for linear in find_targets(model, IGNORE).linears.values():
+        linear.weight.data *= prune_mask(linear.weight.data, pattern)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
     options = parser.parse_args()
-    model, batches = load_encoder(read_sentences(), torch.device("cpu"))
+    model, batches = ENCODER["load"]()
+    embed = ENCODER["embed"]
     exact = pair_similarities(embed(model, batches))
     rows = []
     for pattern in map(Pattern.parse, PATTERNS):
         pruned = copy.deepcopy(model)
-        pruned = pruned if pattern == DENSE else prune_(pruned, pattern)
+        if pattern != DENSE:
+            prune_(pruned, pattern)
         row = {"pattern": str(pattern), "float": spearman(exact, pair_similarities(embed(pruned, batches)))}
         for recipe in RECIPES:
             given = copy.deepcopy(pruned)

@@ -16,11 +16,11 @@ import transformers
 from checkpoints import add_tokenizer, by_magnitude, edited_config, make_checkpoint, make_w8a8, prune_words, write_text
 
 from slidesparse import pruning as methods
-from slidesparse.base import from_bench, progress
+from slidesparse.base import progress
 from slidesparse.base.log import LOG
 from slidesparse.base.progress import progress_bar
 from slidesparse.checkpoints.checkpoint import Checkpoint
-from slidesparse.cli import main, pruning
+from slidesparse.cli import main, measuring, pruning
 from slidesparse.errors import SlideSparseWarning
 from slidesparse.gemm import Problem, choose
 from slidesparse.offline.info import collect
@@ -249,7 +249,7 @@ def _run_module(*arguments: str, path: Path) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["prune", "--help"], ["tune", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["prune", "--help"], ["eval", "--help"]])
 def test_help_needs_no_torch(tmp_path: Path, arguments: list[str]) -> None:
     """Importing torch takes seconds, so a torch that cannot be imported is in its place."""
     (tmp_path / "torch.py").write_text("raise RuntimeError('imported')\n")
@@ -281,7 +281,7 @@ def test_the_command_line_knows_every_method() -> None:
 def test_what_slidesparse_bench_brings_says_how_to_install_it(
     words: list[str], as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(from_bench, "entry_points", lambda **_: [])
+    monkeypatch.setattr(measuring, "entry_points", lambda **_: [])
     assert main([*words, *(["--json"] if as_json else [])]) == 1
     told = capsys.readouterr()
     if as_json:
@@ -295,8 +295,8 @@ def test_what_slidesparse_bench_brings_says_how_to_install_it(
 def test_a_slidesparse_bench_that_is_broken_stops_no_other_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    point = metadata.EntryPoint("bench", "no_such_module:add_bench", from_bench.GROUP)
-    monkeypatch.setattr(from_bench, "entry_points", lambda **_: [point])
+    point = metadata.EntryPoint("bench", "no_such_module:add_bench", measuring.GROUP)
+    monkeypatch.setattr(measuring, "entry_points", lambda **_: [point])
     assert main(["info"]) == 0
     capsys.readouterr()
     assert main(["bench", "all"]) == 1

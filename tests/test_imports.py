@@ -30,7 +30,6 @@ LAYERS = [
     {"offline"},
     {"recovery"},
     {"integrations"},
-    {"demo"},
     {"cli"},
     {"__main__"},
 ]
@@ -75,7 +74,7 @@ FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.p
 
 
 def test_imports_go_downwards_and_none_to_the_benchmarks() -> None:
-    """The benchmarks are another distribution, which is asked through entry points (base/from_bench.py)."""
+    """The benchmarks are another distribution, which is asked through entry points (cli/measuring.py)."""
     assert {_part(path) for path in FILES} == RANK.keys(), f"give each part its layer in {Path(__file__).name}"
     imported = {(path, name) for path in FILES for name in imports(path)}
     for path, name in imported:

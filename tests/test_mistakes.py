@@ -20,7 +20,7 @@ EVAL = ["eval", "m", "--text", "text.txt"]
 COMMANDS = {
     **{f"prune on {device}": [*PRUNE, "--device", device] for device in ("CPU", "mps", "cuda:-1", "", "meta")},
     **{"wanda on cuda:99": [*WANDA, "--device", "cuda:99"], "eval on cuda:99": [*EVAL, "--device", "cuda:99"]},
-    "demo on foo": ["demo", "--device", "foo"],
+    "eval on foo": [*EVAL, "--device", "foo"],
     **{f"seed {seed}": [*WANDA, "--seed", seed] for seed in ("-1", "9" * 400)},
     "destination in bytes": [*PRUNE[:2], "caf\udce9", *PRUNE[3:]],
     "text in bytes": [*EVAL, "--text", "caf\udce9.txt"],
@@ -35,11 +35,11 @@ COMMANDS = {
 EMPTY = [
     *([*PRUNE[:at], "", *PRUNE[at + 1 :]] for at in (1, 2)),
     *([*WANDA, "--calibration", ""], ["eval", "", *EVAL[2:]], [*EVAL, "--text", ""], ["inspect", ""]),
-    *(["tune", ""], ["bench", "gemm", "--out", ""], ["bench", "serve", "--out", "r.jsonl", "--scratch", ""]),
+    *(["bench", "gemm", "--out", ""], ["bench", "serve", "--out", "r.jsonl", "--scratch", ""]),
     *(["report", "", "--out", "r"], ["report", "text.txt", "--out", ""]),
 ]
 NO_GPU = [
-    *(PRUNE, [*PRUNE, "--dry-run"], WANDA, EVAL, ["demo"], ["chats", "m", "c.jsonl", "--count", "2"]),
+    *(PRUNE, [*PRUNE, "--dry-run"], WANDA, EVAL, ["chats", "m", "c.jsonl", "--count", "2"]),
     ["recover", "m", "r", "--dense", "m", "--tokens", "1M", "--text", "text.txt"],
 ]
 ONE_LINE = [

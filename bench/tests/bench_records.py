@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slidesparse.offline.known_models import LAYERS
+from slidesparse_bench.known_models import LAYERS
 from slidesparse_bench.records import Case, Clocks, Machine, Record, Timing, Tried
 
 MACHINE = Machine(

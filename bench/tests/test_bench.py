@@ -17,13 +17,13 @@ from bench_records import IDLE, LOADED, MACHINE, case
 from slidesparse.cli import main
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.reference import Reference
-from slidesparse.offline.known_models import MODELS, TYPES
 from slidesparse.tuning.checking import relative_error
 from slidesparse.weights.quant import QUANT_NAMES
 from slidesparse_bench import environment, problems, runner
 from slidesparse_bench.comparison import Refusal, Session, Subject, compare
 from slidesparse_bench.interleaved import MIN_ROUNDS, summarize, time_passes
 from slidesparse_bench.kernels import operands
+from slidesparse_bench.known_models import MODELS, TYPES
 from slidesparse_bench.problems import PROFILES
 from slidesparse_bench.records import ALL, DENSE_VARIANT, Record, read_records
 

@@ -10,8 +10,7 @@ from pkgutil import resolve_name
 import pytest
 
 import slidesparse
-from slidesparse.base.from_bench import GROUP
-from slidesparse.cli.measuring import OF_BENCH
+from slidesparse.cli.measuring import GROUP, OF_BENCH
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
 PROJECT = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text())["project"]

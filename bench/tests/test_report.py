@@ -16,7 +16,7 @@ from matplotlib.image import imread
 
 from slidesparse.cli import main
 from slidesparse.errors import InputError
-from slidesparse.offline.known_models import LAYERS
+from slidesparse_bench.known_models import LAYERS
 from slidesparse_bench.records import CONTROL, COPY, DENSE_VARIANT, QUANTIZE, SQUARE, Case, Record, read_records
 from slidesparse_bench.report import write_report
 from slidesparse_bench.report.numbers import Limits, comparisons, limits, points

@@ -14,14 +14,12 @@ from slidesparse import InputError
 from slidesparse.base import log
 from slidesparse.base.whole_file import replace_file
 from slidesparse.gemm import speed_files
-from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.speed import DENSE_FORM, Installation, LayerSpeed, SpeedTable, WrongForm, find_nearest
-from slidesparse.gemm.speed_files import PACKAGED, add_layers, digest, file_name, load_speeds, tables_for, tuned_path
+from slidesparse.gemm.speed import Installation, LayerSpeed, SpeedTable, WrongForm
+from slidesparse.gemm.speed_files import add_layers, load_speeds, table_of, tuned_path
 
 TOKENS = (64, 1024, 16384)
 LIBRARIES = {"dense": "torch 2.11", "quick": "Quick 1.0"}
 HERE = Installation("Test GPU", "9.9", "580.1", LIBRARIES)
-QUICK = {"quick 6:8": (0.5,) * 3}
 
 
 def _layer(out: int = 4096, tokens: tuple[int, ...] = TOKENS, **us: tuple[float | None, ...]) -> LayerSpeed:
@@ -58,58 +56,22 @@ def test_times_of_a_comparison_are_joined_with_older_ones_and_the_newest_come_la
     assert table.layers == (other, joined, more)
 
 
-def test_a_wrong_form_has_no_time_in_any_comparison_of_its_kind() -> None:
+def test_wrong_forms_are_kept_once() -> None:
     wrong = WrongForm("int8", 4096, 4096, "quick 6:8")
-    add_layers(HERE, [_layer(dense=(1.0,) * 3, **QUICK), _layer(8, dense=(1.0,) * 3, **QUICK)])
-    path = add_layers(HERE, [], [wrong])
-    more = _layer(dense=(2.0,) * 3, **QUICK, **{"slow 6:8": (3.0,) * 3})
     for _ in range(2):
-        assert add_layers(HERE, [more], [wrong]) == path
+        path = add_layers(HERE, [_layer(dense=(1.0,) * 3)], [wrong])
     assert path is not None
-    nothing = {"quick 6:8": (None,) * 3}
-    layers = _layer(dense=(1.0,) * 3, **nothing), _layer(8, dense=(1.0,) * 3, **QUICK)
-    layers += (replace(more, us={**more.us, **nothing}),)
-    assert load_speeds(path) == SpeedTable(HERE, layers, wrong=(wrong,))
+    assert load_speeds(path) == SpeedTable(HERE, (_layer(dense=(1.0,) * 3),), (wrong,))
 
 
-def test_each_installation_has_a_file_of_its_own_and_the_others_remain(cache: Path) -> None:
+def test_each_installation_has_a_file_of_its_own(cache: Path) -> None:
     newer = replace(HERE, libraries={**LIBRARIES, "quick": "Quick 2.0"})
-    others = [newer, replace(HERE, driver="590.1"), replace(HERE, driver=None)]
-    for installation in (HERE, *others):
-        add_layers(installation, [_layer(dense=(1.0,) * 3)])
-    assert len(list(cache.glob("*.json"))) == 4
-    assert tables_for(newer)[0].installation == newer
-    assert len(tables_for(newer)) == 4
-
-
-def test_tables_are_found_by_the_name_of_the_gpu(cache: Path) -> None:
-    assert tables_for(HERE) == []
-    add_layers(HERE, [_layer(dense=(1.0,) * 3)])
-    assert [table.installation.gpu for table in tables_for(HERE)] == ["Test GPU"]
-    assert tables_for(replace(HERE, gpu="Test-GPU")) == []  # a file of the same name says whose it is
-    (cache / file_name("Test GPU")).write_text(json.dumps(GOOD))  # an older version's name
-    assert len(tables_for(HERE)) == 2
-
-
-def test_packaged_tables_serve_gpus_of_their_capability() -> None:
-    h100 = Installation("NVIDIA H100 PCIe", "9.0", None, LIBRARIES)
-    assert {table.installation.gpu for table in tables_for(h100)} == {"NVIDIA H100 80GB HBM3", "NVIDIA H200"}
-    assert all(table.packaged for table in tables_for(h100))
-    assert tables_for(replace(h100, gpu="NVIDIA A100", capability="8.0")) == []
-
-
-@pytest.mark.parametrize("shipped", sorted(PACKAGED.glob("*.json")), ids=lambda path: path.name)
-@pytest.mark.parametrize(
-    ("gpu", "first"), [("NVIDIA H200 NVL", "NVIDIA H200"), ("NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3")]
-)
-def test_a_gpu_without_times_goes_by_the_one_of_the_most_similar_name(gpu: str, first: str, shipped: Path) -> None:
-    """Also where the other one's times are of the kernel that runs here."""
-    table = load_speeds(shipped)
-    here = replace(table.installation, gpu=gpu)
-    assert tables_for(here)[0].installation.gpu == first
-    found = find_nearest(tables_for(here), here, "int8", "6:8", 4608, 3584)
-    assert found.gpu == first
-    assert found.describe().startswith(f"prior: measured at 4608x3584 with {first}")
+    others = [newer, replace(HERE, driver="590.1"), replace(HERE, driver=None), replace(HERE, gpu="Test-GPU")]
+    for number, installation in enumerate((HERE, *others)):
+        assert table_of(installation) == SpeedTable(installation)
+        add_layers(installation, [_layer(8 + number, dense=(1.0,) * 3)])
+    assert len(list(cache.glob("*.json"))) == 5
+    assert [layer.out for layer in table_of(newer).layers] == [9]
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------
@@ -119,12 +81,12 @@ def test_a_damaged_file_is_one_warning_and_is_written_anew(caplog: pytest.LogCap
     path = tuned_path(HERE)
     path.write_text("{")
     for _ in range(3):
-        assert tables_for(HERE) == []
+        assert table_of(HERE).layers == ()
     (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "these times are not used: damaged" in warning.getMessage()
     assert "\n" not in warning.getMessage()
     add_layers(HERE, [_layer(dense=(1.0,) * 3)])
-    assert len(tables_for(HERE)) == 1
+    assert len(table_of(HERE).layers) == 1
 
 
 def test_what_the_disk_refuses_is_kept_by_the_process(
@@ -137,7 +99,7 @@ def test_what_the_disk_refuses_is_kept_by_the_process(
     layer, more = _layer(dense=(1.0,) * 3), _layer(8, dense=(1.0,) * 3)
     assert add_layers(HERE, [layer]) is None
     assert add_layers(HERE, [more]) is None
-    assert [table.layers for table in tables_for(HERE)] == [(layer, more)]
+    assert table_of(HERE).layers == (layer, more)
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
     assert (
@@ -146,7 +108,7 @@ def test_what_the_disk_refuses_is_kept_by_the_process(
     )
     monkeypatch.setattr(speed_files, "replace_file", replace_file)
     assert add_layers(HERE, []) == tuned_path(HERE)
-    assert [table.layers for table in tables_for(HERE)] == [(layer, more)]
+    assert table_of(HERE).layers == (layer, more)
 
 
 def test_a_file_that_another_process_wrote_is_read_again() -> None:
@@ -159,26 +121,12 @@ def test_a_file_that_another_process_wrote_is_read_again() -> None:
     assert load_speeds(path) != before
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGED.glob("*.json")), ids=lambda path: path.name)
-def test_the_packages_tables_are_in_order(path: Path) -> None:
-    table = load_speeds(path)
-    gpu = table.installation.gpu
-    assert path.name in (file_name(gpu), file_name(gpu, digest(table.installation)))
-    assert table.installation.capability
-    assert DENSE_FORM in table.installation.libraries
-    for layer in table.layers:
-        assert {name.partition(" ")[0] for name in layer.us} <= set(table.installation.libraries)
-
-
 GOOD = {
-    "version": 3,
-    "gpu": "Test GPU",
-    "capability": "9.9",
-    "driver": None,
-    "libraries": {},
+    "installation": {"gpu": "Test GPU", "capability": "9.9", "driver": None, "libraries": {}},
     "layers": [
         {"dtype": "int8", "out": 8, "columns": 8, "tokens": [1, 2], "experts": None, "us": {"dense": [1.0, None]}}
     ],
+    "wrong": [],
 }
 
 EXPERTS = {"count": 4, "everywhere": 8, "top_k": 2, "down": None, "bits": 8}
@@ -187,7 +135,7 @@ EXPERTS = {"count": 4, "everywhere": 8, "top_k": 2, "down": None, "bits": 8}
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "version of the table; got 2; needed 3"),
+        ({"version": 2}, "version"),
         ({"layers": [{**GOOD["layers"][0], "experts": EXPERTS | {"top_k": 0}}]}, "at least 1"),
         ({"layers": [{**GOOD["layers"][0], "experts": EXPERTS | {"down": "3:5"}}]}, "pattern"),
         ({"layers": [{**GOOD["layers"][0], "tokens": [2, 1]}]}, "ascending"),
@@ -203,12 +151,3 @@ def test_a_damaged_table_is_one_clear_line(change: dict[str, object], message: s
         load_speeds(path)
     assert message in str(error.value)
     assert str(error.value).count("; got ") <= 1
-
-
-def test_packaged_times_are_of_the_kernel_in_the_package_or_of_one_that_it_names() -> None:
-    # No H200 could be measured since hopper-5, as fast as hopper-4 but for large tiles' last waves. hopper-6 and 7 are
-    # faster where blocks share tiles, or have two bands (docs/log/hopper-kernel.md). Explanations say which.
-    tables = [load_speeds(path) for path in PACKAGED.glob("*.json")]
-    kernels = {table.installation.gpu: table.installation.libraries["hopper"] for table in tables if table}
-    assert kernels == {"NVIDIA H200": "slidesparse hopper-4", "NVIDIA H100 80GB HBM3": Hopper().library()}
-    assert Hopper().library() == "slidesparse hopper-7"

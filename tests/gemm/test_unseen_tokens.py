@@ -22,8 +22,8 @@ from slidesparse.gemm.spec import FormSpec, LinearSpec, Route, WeightSpec, chain
 from slidesparse.lifting import launch as lift_launch
 from slidesparse.lifting.layout import SLAB_BYTES
 from slidesparse.lifting.prologue import Prologue
-from slidesparse.offline.known_models import MODELS
 from slidesparse.ops import resolve
+from slidesparse_bench.known_models import MODELS
 
 DEVICE, SOURCE = torch.device("cuda", 0), torch.bfloat16
 PROLOGUES: tuple[Prologue, ...] = ("none", "add_rms_norm", "silu_mul", "add_rms_norm")

@@ -25,8 +25,6 @@ from slidesparse.gemm.cusparselt import backend as cusparselt
 from slidesparse.gemm.cusparselt import plan as plans
 from slidesparse.gemm.cusparselt.backend import token_bucket
 from slidesparse.gemm.cusparselt.plan import METADATA_TILE, MatmulPlan, Shape, compress_matrix, plan_for
-from slidesparse.gemm.cusparselt.table import Algorithm, load_algorithms, table_path
-from slidesparse.gemm.cusparselt.tune import tune_shapes
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.weights.packed import PackedWeight, pack_by
@@ -43,9 +41,8 @@ OUT, COLUMNS = 100, 333
 
 
 @pytest.fixture(autouse=True)
-def _no_search_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _no_plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    load_algorithms.cache_clear()
     plan_for.cache_clear()
 
 
@@ -198,32 +195,24 @@ def test_more_than_2_31_outputs() -> None:
 
 
 @pytest.mark.parametrize("dtype", [INT8, FP8, BF16], ids=str)
-def test_the_compressed_weight_is_the_same_for_every_algorithm(dtype: torch.dtype) -> None:
+def test_the_compressed_weight_is_the_same_for_every_plan(dtype: torch.dtype) -> None:
     skip_without_fp8(dtype)
     matrix = _packed(dtype, "2:4", 128, 256, scaled=False).columns().contiguous()
     ours, library = compress_matrix(matrix), api.load_library()
     stream = torch.cuda.current_stream().cuda_stream
     pointer = ctypes.c_void_p
-    tried = 0
     for rows in (32, 1024):
-        shape = Shape(0, 128, 256, rows, dtype)
-        for number in range(MatmulPlan(shape, None).algorithms):
-            try:
-                plan = MatmulPlan(shape, Algorithm(number))
-            except UnsupportedError:
-                continue
-            handle, structure = pointer(plan._handle.address), pointer(plan._plan)
-            size, scratch = ctypes.c_size_t(), ctypes.c_size_t()
-            sizes = ctypes.byref(size), ctypes.byref(scratch)
-            assert library.functions.cusparseLtSpMMACompressedSize(handle, structure, *sizes) == 0
-            assert size.value == ours.numel() - METADATA_TILE
-            theirs = torch.zeros_like(ours)
-            buffer = torch.empty(scratch.value + 16, dtype=torch.uint8, device="cuda")
-            pointers = [pointer(t.data_ptr()) for t in (matrix, theirs, buffer)]
-            assert library.functions.cusparseLtSpMMACompress(handle, structure, *pointers, pointer(stream)) == 0
-            assert torch.equal(ours, theirs)
-            tried += 1
-    assert tried > 1
+        plan = MatmulPlan(Shape(0, 128, 256, rows, dtype))
+        handle, structure = pointer(plan._handle.address), pointer(plan._plan)
+        size, scratch = ctypes.c_size_t(), ctypes.c_size_t()
+        sizes = ctypes.byref(size), ctypes.byref(scratch)
+        assert library.functions.cusparseLtSpMMACompressedSize(handle, structure, *sizes) == 0
+        assert size.value == ours.numel() - METADATA_TILE
+        theirs = torch.zeros_like(ours)
+        buffer = torch.empty(scratch.value + 16, dtype=torch.uint8, device="cuda")
+        pointers = [pointer(t.data_ptr()) for t in (matrix, theirs, buffer)]
+        assert library.functions.cusparseLtSpMMACompress(handle, structure, *pointers, pointer(stream)) == 0
+        assert torch.equal(ours, theirs)
 
 
 # -- graphs, streams, plans ----------------------------------------------------------------------------------------
@@ -281,27 +270,3 @@ def test_plans_are_bounded_and_destroyed(monkeypatch: pytest.MonkeyPatch) -> Non
         assert torch.equal(layer(x), reference(x))
     assert cusparselt.plan_for.cache_info().misses == 6
     assert len(destroyed) == 4
-
-
-# -- search --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [INT8, FP8, BF16], ids=str)
-def test_search_results_are_used(dtype: torch.dtype) -> None:
-    skip_without_fp8(dtype)
-    told = []
-    records = tune_shapes([(512, 768), (512, 768)], [100, 101], dtype, progress=told.append)
-    assert told == records
-    assert len(records) == 1
-    record = records[0]
-    assert load_algorithms(table_path()) == (record,)
-    assert record.time_us <= record.default_us
-    shape = Shape(0, 512, 768, token_bucket(100), dtype)
-    assert record.key == shape.key
-    x = _tokens(dtype, shape.rows, 768)
-    packed = _packed(dtype, "2:4", 512, 768, scaled=False)
-    acc = torch.empty(shape.rows, 512, dtype=shape.accumulator, device="cuda")
-    plan_for(shape).run(compress_matrix(packed.columns()), x.data_ptr(), acc)
-    exact = product(x, packed.columns())
-    largest = exact.abs().max()
-    assert float((acc.double() - exact.double()).abs().max()) <= (0 if dtype == INT8 else 2.0**-8 * float(largest))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +16,9 @@ from vllm_families import FAMILIES, SMALL, VISION_MODEL, write_pruned
 from vllm_models import REFERENCE, configured, loaded
 
 from slidesparse.checkpoints.checkpoint import Checkpoint
-from slidesparse.integrations.names import NamedLayer
 from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.integrations.vllm.options import Options
-from slidesparse.integrations.vllm.status import ModelStatus
-from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.offline.prune import prune_checkpoint
-from slidesparse.weights.pattern import DENSE, Pattern
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 
@@ -61,36 +55,6 @@ def test_every_linear_of_the_decoder_is_packed(name: str, tmp_path: Path, caplog
     )
 
 
-RENAMED: dict[str, dict[str, Any]] = {
-    "BertModel": {},
-    "FalconH1ForCausalLM": {"head_dim": 64, "num_key_value_heads": 1, "mamba_d_ssm": 256, "mamba_n_heads": 8}
-    | {"mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16, "tie_word_embeddings": False},
-}
-"""Models of which vLLM names some linears otherwise than their checkpoint."""
-
-
-@pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("name", RENAMED)
-def test_a_linear_that_vllm_names_otherwise_has_its_own_pattern(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It was held to the common pattern: a checkpoint with others was refused, as one whose weights belie it."""
-    known = getattr(transformers, name)
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = known.config_class(vocab_size=128, max_position_embeddings=64, **sizes, **RENAMED[name])
-    known(config).to(torch.bfloat16).save_pretrained(tmp_path / "dense")
-    path = tmp_path / "sparse"
-    prune_checkpoint(tmp_path / "dense", path, by_magnitude("6:8", "int8"))
-    settings = json.loads((path / "config.json").read_text())
-    scales = [name for name in Checkpoint(path).files if name.endswith(".weight_scale")]
-    settings[MARKER_KEY] |= {"pattern": "2:4", "layers": {name.removesuffix(".weight_scale"): "6:8" for name in scales}}
-    (path / "config.json").write_text(json.dumps(settings))
-    loaded(configured(path), REFERENCE)
-    lines = [line for line in caplog.messages if line.startswith("slidesparse: ") and ": sparse, " in line]
-    assert any("qkv_proj" in line for line in lines)
-    assert all(": sparse, 6:8" in line for line in lines)
-
-
 @pytest.mark.parametrize(
     ("free", "told", "fallback"), [(75, "dense", "fastest"), (74, "dense", "dense"), (75, "none", "none")]
 )
@@ -103,32 +67,6 @@ def test_dense_copies_of_sixteen_bits_are_kept_where_memory_is_mostly_free(
     for dtype, found in ((torch.int8, told), (torch.bfloat16, fallback), (torch.bfloat16, fallback)):
         on_gpu.dtype = dtype
         assert state.chooser_of(on_gpu).fallback == found  # type: ignore[arg-type]
-
-
-def test_a_pattern_is_searched_only_where_the_marker_names_what_was_not_built() -> None:
-    weight = torch.ones(4, 16)
-    common, named = NamedLayer("a", Pattern(2, 4)), NamedLayer("a", Pattern(2, 4), is_exception=True)
-    assert ModelState().pattern_of(common, weight, 0) == Pattern(2, 4)  # and its weight is refused
-    state = ModelState(unplaced={"b": Pattern(6, 8), "c": DENSE})
-    assert state.pattern_of(named, weight, 0) == Pattern(2, 4)
-    assert state.pattern_of(NamedLayer("a", None), weight, 0) is None
-    assert state.pattern_of(common, weight, 0) == DENSE
-    weight[:, [5, 6, 14, 15]] = 0
-    assert state.pattern_of(common, weight, 0) == Pattern(6, 8)
-    assert state.pattern_of(common, weight[:, 5:], 5) == Pattern(6, 8)
-    weight[:, [0, 1, 9, 10]] = 0
-    assert state.pattern_of(common, weight, 0) == Pattern(2, 4)
-    del state.unplaced["c"]
-    assert state.pattern_of(common, torch.ones(4, 16), 0) == Pattern(2, 4)
-
-
-def test_a_stage_of_a_pipeline_does_not_take_patterns_of_layers_in_others() -> None:
-    """A damaged weight ran dense, and was told to be so by the checkpoint, where a later layer was left dense."""
-    weight, named = torch.ones(4, 16), NamedLayer("model.layers.3.qkv_proj", Pattern(6, 8))
-    later, own = {"model.layers.31.query": DENSE}, {"encoder.layers.3.query": DENSE}
-    state = ModelState(status=ModelStatus(part=True), unplaced=later)
-    assert state.pattern_of(named, weight, 0) == Pattern(6, 8)  # and the weight is refused
-    assert replace(state, unplaced=later | own).pattern_of(named, weight, 0) == DENSE
 
 
 @pytest.mark.usefixtures("one_process")

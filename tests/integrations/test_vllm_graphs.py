@@ -19,7 +19,6 @@ from torch._inductor.decomposition import select_decomp_table
 from vllm_models import REFERENCE, configured, loaded_by
 
 import slidesparse as ss
-from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.integrations.vllm.fuse_chains import join_chains
 from slidesparse.integrations.vllm.fuse_norms import Joins, join_norms
 from slidesparse.integrations.vllm.model_state import ModelState
@@ -66,11 +65,11 @@ def state_of(*layers: ss.SlideLinear, **options: Any) -> Any:
     return model
 
 
-def pass_of(*models: Any, graphed: int = 512) -> Any:
+def pass_of(*models: Any) -> Any:
     from slidesparse.integrations.vllm.graph_pass import GraphPass
 
     made = GraphPass()
-    made.models, made.graphed = list(models), graphed
+    made.models = list(models)
     return made
 
 
@@ -197,7 +196,7 @@ def test_two_models_of_a_process_are_joined_by_their_own_options(checkpoints: An
     from vllm.config.utils import replace
 
     target = VllmConfig(model_config=configured(checkpoints("6:8")), additional_config=REFERENCE)
-    options = {"slidesparse": {"backend": "reference", "fuse": draft_fuses, "host_us": 0}}
+    options = {"slidesparse": {"backend": "reference", "fuse": draft_fuses}}
     other = configured(checkpoints("4:6"))
     draft = replace(target, model_config=other, quant_config=None, additional_config=options)
     assert draft.compilation_config is target.compilation_config  # as vLLM has it for draft models
@@ -208,7 +207,7 @@ def test_two_models_of_a_process_are_joined_by_their_own_options(checkpoints: An
     assert target.compilation_config.inductor_compile_config[POST_PASS] is rewrite
     assert rewrite.uuid() != alone
     assert deepcopy(rewrite) is rewrite  # vLLM copies its configuration, while layers still write to the states
-    assert [(state.options.fuse, state.options.host_us) for state in rewrite.models] == [(True, 75), (draft_fuses, 0)]
+    assert [state.options.fuse for state in rewrite.models] == [True, draft_fuses]
     gain, x = torch.rand(256).bfloat16(), torch.randn(5, 256).bfloat16()
     joined, left = {"rms_norm_linear": 1, "silu_mul_linear": 1}, {"linear": 2}
     assert run_compiled(layer_of(models[0], gain), rewrite, x) == joined
@@ -226,17 +225,13 @@ def test_layers_of_no_model_are_left_alone(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_the_compile_cache_key_holds_what_was_chosen() -> None:
-    def key(
-        text: str = "6:8 by hopper", graphed: int = 512, us: float = 1.0, pattern: str = "6:8", **options: Any
-    ) -> str:
+    def key(text: str = "6:8 by hopper", pattern: str = "6:8", **options: Any) -> str:
         model = state_of(sparse_linear(8, 96, pattern), **options)
         model.status.outcomes["a"] = Outcome(True, True, text)
-        model.speeds["spec"] = LayerSpeed("int8", 64, 64, (1024,), {"dense": (us,)})
-        return str(pass_of(model, graphed=graphed).uuid())
+        return str(pass_of(model).uuid())
 
-    changed = key("4:6 by hopper"), key(graphed=1024), key(us=2.0), key(fuse=False), key(host_us=50.0)
     assert key() == key()
-    assert len({key(), *changed, key(pattern="4:6")}) == 7
+    assert len({key(), key("4:6 by hopper"), key(fuse=False), key(pattern="4:6")}) == 4
 
 
 def test_the_key_enters_vllms_own(vllm_config: Any) -> None:
@@ -245,7 +240,7 @@ def test_the_key_enters_vllms_own(vllm_config: Any) -> None:
 
     keys = [vllm_config.compute_hash()]
     for options in ({}, {"fuse": False}):
-        install_pass(vllm_config.compilation_config, state_of(**options), 512)
+        install_pass(vllm_config.compilation_config, state_of(**options))
         keys.append(vllm_config.compute_hash())
     assert keys[-1] == vllm_config.compute_hash()
     assert len(set(keys)) == 3
@@ -262,7 +257,7 @@ def test_a_changed_byte_in_a_source_of_the_package_changes_the_compile_cache_key
     monkeypatch.setattr(graph_pass, "hash_sources", functools.wraps(whole)(lambda: whole.__wrapped__(folder)))
     made = pass_of()
     before = made.uuid()
-    names = ("counts.cu", "sparse_gemm.cuh", "host_bound.py", "select.py", "speed-nvidia-h200.json")
+    names = ("counts.cu", "sparse_gemm.cuh", "graph_pass.py", "select.py")
     sources = [next(folder.rglob(name)) for name in names]
     for path in sources:
         content = path.read_bytes()

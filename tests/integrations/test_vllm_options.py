@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +27,6 @@ from slidesparse.integrations.vllm.options import Options
             ["auto"],
         ),
         *({"tune": False}, {"graphs": 1024}, {"experts": True}),
-        *({"host_us": wrong} for wrong in (-1, math.inf, math.nan, True, "75", None)),
     ],
     ids=repr,
 )
@@ -68,7 +66,7 @@ def test_a_model_that_must_not_depend_on_the_batch_keeps_to_exact_products(
 
 def test_options_are_read_from_their_key(caplog: pytest.LogCaptureFixture) -> None:
     assert Options.parse({}) == Options() == Options.parse(None)
-    given = {"backend": "cusparselt", "fallback": "none", "fuse": False, "host_us": 0, "tune": "off", "graphs": "vllm"}
+    given = {"backend": "cusparselt", "fallback": "none", "fuse": False, "tune": "off", "graphs": "vllm"}
     assert Options.parse({"slidesparse": given}) == Options(**given)  # type: ignore[arg-type]
     config = vllm_config(tune="off")
     made = ModelState.create(config)

@@ -38,7 +38,7 @@ def test_the_status_is_told_once_after_the_last_layer(caplog: pytest.LogCaptureF
     ]
 
 
-def linear(out: int, times: dict[int, tuple[float, float, bool]] | None = None) -> Outcome:
+def linear(out: int, times: dict[int, tuple[float, float]] | None = None) -> Outcome:
     """One that runs on packed weights, or dense without times."""
     return Outcome(times is not None, True, "6:8", linear=LoadedLinear((out, 64), times or {}))
 
@@ -50,7 +50,7 @@ def gained(*outcomes: Outcome, layers: int = 1) -> list[str]:
     return [line for line in status.describe() if " of dense's time for " in line]
 
 
-TIMES = {16: (1.0, 2.0, True)}
+TIMES = {16: (1.0, 2.0)}
 HERE = "slidesparse: by times measured here"
 
 
@@ -60,17 +60,15 @@ HERE = "slidesparse: by times measured here"
         (  # the sums over all linears, dense ones too, where each has a time: 10 of 14, 13 of 16
             28,
             [
-                linear(32, {16: (6.0, 10.0, True), 64: (9.0, 12.0, True), 100: (1.0, 1.0, True)}),
-                linear(8, {16: (4.0, 4.0, True), 64: (4.0, 4.0, True), 100: (1.0, 1.0, True), 1024: (1.0, 1.0, True)}),
+                linear(32, {16: (6.0, 10.0), 64: (9.0, 12.0), 100: (1.0, 1.0)}),
+                linear(8, {16: (4.0, 4.0), 64: (4.0, 4.0), 100: (1.0, 1.0), 1024: (1.0, 1.0)}),
                 Outcome(True, True, "6:8"),  # measured by another unit
             ],
             f"{HERE} the linears take 0.71 of dense's time for 16 tokens, 0.81 for 64",
         ),
-        (1, [linear(32, {16: (1.0, 2.0, False)})], "slidesparse: by a prior the linears take 0.50 of"),
-        (1, [linear(32, TIMES | {4096: (1.0, 1.0, False)}), linear(32, TIMES)], f"{HERE} the linears take 0.50 of"),
         (1, [linear(32, TIMES), linear(32)], f"{HERE} the linears take 0.75 of"),  # as dense as one of its shape
         (2, [linear(32, TIMES), linear(8)], f"{HERE} 2 of 4 linears take 0.50 of"),
-        (1, [linear(32, TIMES), linear(8, {64: (1.0, 2.0, True)})], None),  # no number of tokens is known of both
+        (1, [linear(32, TIMES), linear(8, {64: (1.0, 2.0)})], None),  # no number of tokens is known of both
     ],
 )
 def test_a_start_says_what_is_gained(layers: int, outcomes: list[Outcome], said: str | None) -> None:

@@ -56,7 +56,7 @@ def test_copies_are_equal_and_apart() -> None:
 
 def test_in_stretches_a_form_has_its_own_clock_where_turns_share_the_hungriest_one() -> None:
     gpu: deque[float] = deque(maxlen=20)
-    samples = time_stretches([GovernedPass(2.0, gpu), GovernedPass(1.0, gpu)], 0.3, 3)
+    samples = time_stretches([GovernedPass(2.0, gpu), GovernedPass(1.0, gpu)], 0.3)
     assert [statistics.median(times) for times in samples] == [200, 100]
 
 

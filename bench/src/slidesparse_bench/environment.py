@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from slidesparse.base.device import require_cuda
+from slidesparse.base.device import why_no_cuda
+from slidesparse.errors import UnsupportedError
 from slidesparse.offline import info
 from slidesparse_bench.records import Clocks, Machine
 
@@ -22,7 +23,9 @@ def require_gpu() -> None:
     Raises:
         UnsupportedError: When there is none that torch can use, with its reason.
     """
-    require_cuda("slidesparse bench", "; slidesparse report draws existing records anywhere")
+    if (why := why_no_cuda()) is not None:
+        remedy = "run it on a machine with an NVIDIA GPU; slidesparse report draws existing records anywhere"
+        raise UnsupportedError("slidesparse bench needs a CUDA GPU", got=why, remedy=remedy)
 
 
 def machine() -> Machine:

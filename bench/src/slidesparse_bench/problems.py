@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from slidesparse.errors import InputError
-from slidesparse.offline.known_models import LAYERS, MODELS, TYPES
-from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import QUANT_NAMES
+from slidesparse_bench.known_models import LAYERS, MODELS, TYPES
 from slidesparse_bench.records import CONTROL, DENSE_VARIANT, SQUARE, Case
 
 BENCHMARKS = ("pack", "kernels", "linear", "gemm")
@@ -29,7 +29,7 @@ class Profile:
 
     Attributes:
         models: Names out of :data:`MODELS`.
-        dtypes: Names out of :data:`slidesparse.offline.known_models.TYPES`.
+        dtypes: Names out of :data:`slidesparse_bench.known_models.TYPES`.
         model_patterns: Patterns at model shapes.
         square_patterns: Patterns at square shapes.
         pack_models: Those of ``models`` whose weights are packed; all of ``models`` where none of these is among them.
@@ -80,6 +80,26 @@ PROFILES = {
         samples_s=0.5,
     ),
 }
+
+
+def select(names: Sequence[str] | None, known: Iterable[str], default: Sequence[str], what: str) -> tuple[str, ...]:
+    """Return a user's chosen names, each once, or the default; an InputError for an unknown one."""
+    known = tuple(known)
+    for name in names or ():
+        if name not in known:
+            raise InputError(f"unknown {what}", got=repr(name), needed=", ".join(known))
+    return tuple(dict.fromkeys(names or default))
+
+
+def select_patterns(texts: Sequence[str] | None, default: Sequence[str]) -> tuple[str, ...]:
+    """Return a user's chosen patterns, each once, or the default.
+
+    ``dense`` is an InputError: its times would pass for those of the dense baseline.
+    """
+    chosen = tuple(dict.fromkeys(str(Pattern.parse(text)) for text in texts or ()))
+    if str(DENSE) in chosen:
+        raise InputError("a pattern to measure", got=str(DENSE), needed="one that slides something")
+    return chosen or tuple(default)
 
 
 def pattern_and_columns(variant: str, columns: int) -> tuple[Pattern, int]:

@@ -20,7 +20,7 @@ from typing import IO, TypeVar, cast
 from slidesparse.base.readable_size import readable_size
 from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.errors import InputError, first_line, system_words
-from slidesparse.offline.known_models import TYPES
+from slidesparse_bench.known_models import TYPES
 from slidesparse_bench.number_range import require_numbers, require_printable
 
 DENSE_VARIANT = "dense"

@@ -13,14 +13,13 @@ import torch
 from slidesparse.base.progress import progress_bar
 from slidesparse.errors import InputError, SlideSparseError, UnsupportedError
 from slidesparse.gemm import BACKENDS
-from slidesparse.offline.known_models import MODELS, TYPES
-from slidesparse.offline.tune_job import select, select_patterns
 from slidesparse.tuning.checking import WRONG
 from slidesparse_bench import environment, problems
 from slidesparse_bench.comparison import Session, now
 from slidesparse_bench.interleaved import CudaHostStopwatch
 from slidesparse_bench.kernels import gemm, grouped, lifting, linear, mixtures, pack
-from slidesparse_bench.problems import Profile
+from slidesparse_bench.known_models import MODELS, TYPES
+from slidesparse_bench.problems import Profile, select, select_patterns
 from slidesparse_bench.records import ALL, GROUPED, SQUARE, Case, Record, new_records
 
 MEASURE: dict[str, Callable[[Session, Case], list[Record]]] = {
@@ -101,7 +100,7 @@ def adapt(
 ) -> Profile:
     """Return a profile with a user's choices; patterns and tokens are those of model shapes.
 
-    Models are those of :data:`slidesparse.offline.known_models.MODELS` unless others are known.
+    Models are those of :data:`slidesparse_bench.known_models.MODELS` unless others are known.
 
     Raises:
         InputError: An unknown name, a pattern that is none or slides nothing, a number of tokens below 1, or a budget

@@ -15,7 +15,6 @@ from functools import lru_cache
 from pathlib import Path
 
 from slidesparse.base.log import log_once
-from slidesparse.errors import UnsupportedError
 
 REMEDY = "set XDG_CACHE_HOME to a folder that you own and nobody else can write"
 
@@ -32,15 +31,6 @@ def cache_folder() -> Path:
         return folder
     log_once(f"nothing is kept for the next start, since {refusal}; {REMEDY}", logging.WARNING)
     return _temporary()
-
-
-def lasting_cache_folder() -> Path:
-    """Return :func:`cache_folder` if it lasts, or raise an UnsupportedError."""
-    folder = _wanted()
-    refusal = _refusal(folder)
-    if folder is None or refusal is not None:
-        raise UnsupportedError("there is no folder to keep measurements in", got=refusal, remedy=REMEDY)
-    return folder
 
 
 def _wanted() -> Path | None:

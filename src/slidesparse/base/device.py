@@ -25,16 +25,6 @@ def why_no_cuda() -> str | None:
     return None
 
 
-def require_cuda(needed_by: str, more: str = "") -> None:
-    """Raise an UnsupportedError with torch's reason where it can use no GPU.
-
-    ``needed_by`` names the command, ``slidesparse tune``; ``more`` extends the remedy, from a semicolon on.
-    """
-    if (why := why_no_cuda()) is not None:
-        remedy = f"run it on a machine with an NVIDIA GPU{more}"
-        raise UnsupportedError(f"{needed_by} needs a CUDA GPU", got=why, remedy=remedy)
-
-
 @lru_cache(maxsize=64)
 def runs_triton(device: torch.device) -> bool:
     """Return whether Triton runs on a device: from compute capability 8.0 on."""

@@ -55,7 +55,7 @@ def load(
         backend: ``auto`` or a backend's name, for every sparse layer.
         fallback: Backend of ``auto`` for layers that no accelerated backend can run.
         tune: ``auto`` measures, on a GPU and for ``backend="auto"``, each kind of layer without times on this machine
-            once, some seconds for a model; ``off`` relies on a prior.
+            once, some seconds for a model; ``off`` measures nothing.
         revision: Branch, tag or commit of a model of the hub; None: its main branch.
 
     Returns:

@@ -10,7 +10,6 @@ from slidesparse.cli.arguments import (
     add_device,
     add_no_bos,
     add_source,
-    device_of,
     print_outcome,
     show,
     source_of,
@@ -21,10 +20,8 @@ from slidesparse.cli.recovering import add_recover
 
 
 def add_commands(commands: Commands) -> None:
-    """Add info, demo, prune, eval, inspect, recover and chats."""
+    """Add info, prune, eval, inspect, recover and chats."""
     add_command(commands, "info", _info, "Show the GPU, the libraries, and which backends can run here.")
-    text = "Prune a real trained model, prove exactness, and show what each pattern costs."
-    add_device(add_command(commands, "demo", _demo, text))
     add_prune(commands)
     _add_eval(commands)
     inspect = add_command(commands, "inspect", _inspect, "Show which patterns the linears of a checkpoint satisfy.")
@@ -39,14 +36,6 @@ def _info(options: argparse.Namespace) -> int:
     collected = info.collect()
     show(options, collected, lambda: info.describe(collected))
     return 0
-
-
-def _demo(options: argparse.Namespace) -> int:
-    from slidesparse.demo.run import run_demo
-
-    report = run_demo(device_of(options))
-    print_outcome(options, report)
-    return 0 if report.exact else 1
 
 
 def _add_eval(commands: Commands) -> None:

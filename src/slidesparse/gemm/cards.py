@@ -103,7 +103,7 @@ def describe_measurement(device_name: str) -> str:
     """Return, in words, who has measured sparse layers on a GPU."""
     card = find_card(device_name)
     if card is None or card.measured_by == "nobody":
-        return "by nobody known to this project: measure it with slidesparse tune"
+        return "by nobody known to this project: a start measures its layers"
     return f"by {'this project' if card.measured_by == 'us' else card.measured_by}: docs/cards.md"
 
 

@@ -24,7 +24,7 @@ import torch
 
 from slidesparse.gemm.backend import Problem
 from slidesparse.gemm.select import WRONG_HERE, find_measured, installation, wrong_among, wrong_form
-from slidesparse.gemm.speed import DENSE_FORM, Experts, LayerSpeed, MeasuredLayer, times_key
+from slidesparse.gemm.speed import DENSE_FORM, MEASURED_HERE, Experts, LayerSpeed, times_key
 from slidesparse.gemm.speed_files import add_layers
 from slidesparse.gemm.time_model import MARGIN, explain
 from slidesparse.weights.pattern import Pattern
@@ -103,12 +103,12 @@ def choose_experts(kind: ExpertKind, tokens: Sequence[int]) -> ExpertChoice:
     measured = find_expert_times(kind)
     if measured is None:
         return ExpertChoice(False, NOT_MEASURED)
-    reason = f"{explain(measured.layer)}; {measured.describe()}"
-    missing = {_is_decoding(m) for m in tokens} - {_is_decoding(m) for m in measured.layer.tokens}
+    reason = f"{explain(measured)}; {MEASURED_HERE}"
+    missing = {_is_decoding(m) for m in tokens} - {_is_decoding(m) for m in measured.tokens}
     if missing:
         why = "no decoding step was measured" if True in missing else "no prompt was measured"
         return ExpertChoice(False, f"{reason}; {why}")
-    return ExpertChoice(pays(measured.layer), reason)
+    return ExpertChoice(pays(measured), reason)
 
 
 def pays(layer: LayerSpeed) -> bool:
@@ -125,15 +125,15 @@ def _is_decoding(tokens: int) -> bool:
     return tokens <= DECODING
 
 
-def find_expert_times(kind: ExpertKind) -> MeasuredLayer | None:
-    """Return the nearest times of a kind of experts: measured here, else a prior; None without any."""
+def find_expert_times(kind: ExpertKind) -> LayerSpeed | None:
+    """Return the times of a kind of experts here; None without any."""
     return find_measured(kind.problem, (DENSE_FORM, GROUPED))
 
 
 def measured_here(kind: ExpertKind) -> tuple[int, ...]:
     """Return the M's at which these experts were measured on this installation."""
     measured = find_expert_times(kind)
-    return () if measured is None else measured.here
+    return () if measured is None else measured.tokens
 
 
 def was_wrong(kind: ExpertKind) -> bool:

@@ -2,13 +2,11 @@
 
 An explicit choice is taken, or refused with its reason. ``auto`` runs a weight that is packed dense by the dense
 backend. Otherwise the candidates are the accelerated backends that can run the problem, and had no wrong result when
-such a layer was measured here. The times of a layer of the same type (gemm/speed.py) decide: of the same size and
-measured here, else a prior, of nearly the same size, another driver, other libraries or another GPU of this compute
-capability. The reason, which ``slidesparse inspect`` prints, names the differences:
+such a layer was measured here. Its times here (gemm/speed.py) decide:
 
 * ``fallback="fastest"``: the packed form that is the fastest over all numbers of tokens runs, except where another one,
-  or the dense weight, is faster by a margin (gemm/time_model.py); all forms that run are kept. Without a measured layer
-  the dense weight runs alone.
+  or the dense weight, is faster by a margin (gemm/time_model.py); all forms that run are kept. A layer that was not
+  measured runs dense, but for those of :func:`_gains_unmeasured`.
 * ``fallback="dense"``, the default: the same, but a dense copy of packed weights, which doubles the layer's memory, is
   kept only where they take much longer than dense.
 * A weight of six bits that is not slid has one form with either: six bits, or eight where these do not gain on average.
@@ -20,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, get_args
 
@@ -38,17 +36,17 @@ from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.spec import Route
 from slidesparse.gemm.speed import (
+    MEASURED_HERE,
     Installation,
     LayerSpeed,
-    MeasuredLayer,
     WrongForm,
-    find_nearest,
-    is_wrong,
+    find_times,
     times_key,
 )
-from slidesparse.gemm.speed_files import tables_for
+from slidesparse.gemm.speed_files import table_of
 from slidesparse.gemm.time_model import explain, fastest, lean_routes_of, one_route_of, routes_of
-from slidesparse.weights.quant import dtype_name
+from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.quant import QUANTISED, dtype_name
 
 Fallback = Literal["dense", "fastest", "none"]
 """The rule of ``auto`` where sparsity does not pay; see the top of this file."""
@@ -64,15 +62,12 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 }
 """Name -> constructor, in ``auto``'s order of the accelerated ones."""
 
-OF_EIGHT_BITS = {"hopper-6bit": "hopper"}
-"""Backend for values of six bits -> the one for eight that runs in the same way."""
-
 NO_RIGHT_RESULT = "no packed form that was measured gave a right result here"
 WRONG_HERE = "its result was wrong when it was measured here"
 NOTHING_SLID = "this weight is packed dense"
 NO_COPY = "; no dense copy is kept"
-NOT_MEASURED = "no layer like it has been measured on this GPU (slidesparse tune does)"
-"""Reason for a GPU without a prior where measuring is off, failed, or took too long."""
+NOT_MEASURED = "no layer like it has been measured on this GPU"
+"""Reason where measuring is off, failed, or took too long."""
 
 
 @dataclass(frozen=True)
@@ -82,17 +77,15 @@ class Choice:
     Attributes:
         routes: The backend from each number of tokens on; the first from 0.
         reason: The reason, in one sentence.
-        measured: The times that decided, of the layer nearest in size; None without any.
+        measured: The times that decided; None without any.
         able: The first accelerated backend that can run it, and had no wrong result here; None without one, or where
             none was considered.
-        here: The M's of these times that were measured here; the others are a prior's.
     """
 
     routes: tuple[Route, ...]
     reason: str
     measured: LayerSpeed | None = field(default=None, compare=False, repr=False)
     able: str | None = field(default=None, compare=False, repr=False)
-    here: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -104,7 +97,7 @@ class Choice:
         return next(route.backend for route in reversed(self.routes) if route.from_tokens <= tokens)
 
     def describe(self) -> str:
-        """Return the routes in words: ``dense up to 69 tokens, fast up to 1154, slow beyond``."""
+        """Return the routes in words: ``dense up to 64 tokens, fast up to 1024, slow beyond``."""
         ends = [f"up to {after.from_tokens - 1}" for after in self.routes[1:]]
         parts = [f"{route.backend} {end}" for route, end in zip(self.routes, [*ends, "beyond"], strict=True)]
         if len(parts) == 1:
@@ -112,11 +105,12 @@ class Choice:
         parts[0] += " tokens"
         return ", ".join(parts)
 
-    def times(self, out: int, columns: int) -> dict[int, tuple[float, float, bool]]:
-        """Return M -> microseconds of a layer of a size, and of dense, and whether they were measured here."""
-        layer = None if self.measured is None else self.measured.of_size(out, columns)
+    @property
+    def times(self) -> dict[int, tuple[float, float]]:
+        """M -> microseconds of the layer, and of dense."""
+        layer = self.measured
         pairs = {m: (layer.at(self.at(m), m), layer.at("dense", m)) for m in layer.tokens} if layer else {}
-        return {m: (ours, dense, m in self.here) for m, (ours, dense) in pairs.items() if ours and dense}
+        return {m: (ours, dense) for m, (ours, dense) in pairs.items() if ours and dense}
 
 
 def get_backend(name: str) -> Backend:
@@ -158,18 +152,29 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
         if not problem.slid:
             return _only("dense", NOTHING_SLID)
         return _only("reference" if fallback == "none" else "dense", refusals or "no accelerated backend is known")
-    measured = find_measured(problem, able if fallback == "none" else ["dense", *able])
-    if measured is None:
-        return _only(able[0] if fallback == "none" else "dense", NOT_MEASURED, able[0])
+    layer = find_measured(problem, able if fallback == "none" else ["dense", *able])
+    if layer is None:
+        packed = fallback == "none" or _gains_unmeasured(able[0], problem)
+        return _only(able[0] if packed else "dense", NOT_MEASURED, able[0])
     if fallback != "none":
-        quickest = routes_of(measured.layer) if problem.slid else one_route_of(measured.layer)
-        routes = lean_routes_of(measured.layer) if problem.slid and fallback == "dense" else quickest
-        reason = f"{explain(measured.layer)}; {measured.describe()}" + ("" if routes == quickest else NO_COPY)
-        return Choice(routes, reason, measured.layer, able[0], measured.here)
-    name = fastest(measured.layer)
+        quickest = routes_of(layer) if problem.slid else one_route_of(layer)
+        routes = lean_routes_of(layer) if problem.slid and fallback == "dense" else quickest
+        reason = f"{explain(layer)}; {MEASURED_HERE}" + ("" if routes == quickest else NO_COPY)
+        return Choice(routes, reason, layer, able[0])
+    name = fastest(layer)
     if name is not None:
-        return _only(name, measured.describe(), able[0])
-    return _only(next((name for name in able if name not in measured.layer.us), "reference"), NO_RIGHT_RESULT, able[0])
+        return _only(name, MEASURED_HERE, able[0])
+    return _only(next((name for name in able if name not in layer.us), "reference"), NO_RIGHT_RESULT, able[0])
+
+
+def _gains_unmeasured(backend: str, problem: Problem) -> bool:
+    """Return whether a packed weight gains in all likelihood: one of 8 bits on Hopper, at 6:8 or with more zeros.
+
+    On an H100 and an H200 dense copies were worth their memory in none of such layers (results/h100/layers.json,
+    results/h200/layers.json).
+    """
+    gains = problem.slid and problem.dtype in QUANTISED and problem.pattern.ideal_speedup >= Pattern(6, 8).ideal_speedup
+    return gains and backend.startswith("hopper")
 
 
 def backends_to_compare(problem: Problem, backend: str = "auto", fallback: Fallback = "dense") -> list[str]:
@@ -210,9 +215,8 @@ def wrong_among(names: Sequence[str], problem: Problem) -> list[str]:
     """Return the backends with a wrong result when such a problem was measured here."""
     if not names or not can_be_timed(problem.device):
         return []
-    here = installation(problem.device)
-    tables = [table for table in tables_for(here) if table.wrong]
-    return [name for name in names if is_wrong(tables, here, name, wrong_form(problem, name))]
+    wrong = table_of(installation(problem.device)).wrong
+    return [name for name in names if wrong_form(problem, name) in wrong]
 
 
 def wrong_form(problem: Problem, backend: str) -> WrongForm:
@@ -225,24 +229,12 @@ def _only(backend: str, reason: str, able: str | None = None) -> Choice:
     return Choice((Route(0, backend),), reason, able=able)
 
 
-def find_measured(problem: Problem, names: Sequence[str]) -> MeasuredLayer | None:
-    """Return the measured layer that decides between backends for a problem on a GPU; None without one.
-
-    Times of eight bits are a prior for six, which take fewer bytes.
-    """
+def find_measured(problem: Problem, names: Sequence[str]) -> LayerSpeed | None:
+    """Return the times here that decide between backends for a problem; None without any."""
     if not can_be_timed(problem.device):
         return None
-    here = installation(problem.device)
-    compared = replace(here, libraries={name: here.libraries[name] for name in names})
-    sizes = problem.out_features, problem.in_features
-    layer = dtype_name(problem.dtype), str(problem.pattern), *sizes, problem.experts
-    nearest = find_nearest(tables_for(here), compared, *layer)
-    if nearest is not None or problem.bits != 6:
-        return nearest
-    experts = None if problem.experts is None else replace(problem.experts, bits=8)
-    names_of_eight = {name: OF_EIGHT_BITS.get(name, name) for name in names}
-    eight = find_measured(replace(problem, bits=8, experts=experts), list(names_of_eight.values()))
-    return None if eight is None else eight.as_prior({of_eight: name for name, of_eight in names_of_eight.items()})
+    kind = dtype_name(problem.dtype), str(problem.pattern), problem.out_features, problem.in_features, problem.experts
+    return find_times(table_of(installation(problem.device)), names, *kind)
 
 
 def grouped_product(problem: Problem) -> GroupedProduct | str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -92,15 +92,6 @@ class WeightSpec:
     def pick(self, tokens: int) -> tuple[FormSpec, int]:
         """Return the form for M tokens, and the index of its first tensor."""
         return self._chosen[bisect_right(self._starts, tokens) - 1]
-
-    def through(self, backend: str, first: int, last: int) -> WeightSpec:
-        """Return the spec with ``backend``, of which it has a form, for ``first`` to ``last`` tokens."""
-        after = Route(last + 1, self.pick(last + 1)[0].backend)
-        before = (route for route in self.routes if route.from_tokens < first)
-        rest = (route for route in self.routes if route.from_tokens > after.from_tokens)
-        routes = [*before, Route(first, backend), after, *rest]
-        changes = [r for i, r in enumerate(routes) if not i or r.backend != routes[i - 1].backend]
-        return replace(self, routes=tuple(changes))
 
     @cached_property
     def text(self) -> str:

@@ -1,26 +1,21 @@
-"""Measured times of whole layers, and the search for those that apply to a layer here.
+"""Measured times of whole layers, and the search for those of a layer here.
 
-A table has the times of one :class:`Installation`: a GPU with its driver and libraries. Times of this installation and
-of a layer's own size are *measured here*: by the plugin and ``slidesparse.load`` when they load a model
-(:mod:`slidesparse.tuning`), or by ``slidesparse tune``. All others, with those that ship, are a *prior*: used, and
-named as such, where nothing was measured here. A packed form is compared with the dense time of the same comparison,
-quantisation and scales included. The files are those of :mod:`slidesparse.gemm.speed_files`.
+A table has the times of one :class:`Installation`, a GPU with its driver and libraries, which a start measured
+(:mod:`slidesparse.tuning`). A packed form is compared with the dense time of the same comparison, quantisation and
+scales included. The files are those of :mod:`slidesparse.gemm.speed_files`.
 
 A form with a wrong result is wrong for its whole kind of layer, at all numbers of tokens: a table names it
-(:class:`WrongForm`), and no time of any table brings it back on that installation.
+(:class:`WrongForm`), and no time brings it back on that installation.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from slidesparse.errors import InputError
 from slidesparse.weights.pattern import Pattern
-
-SIZE_REACH = 2.0
-"""Largest factor between the sizes of a measured layer and of one that it stands in for; the nearest is taken."""
 
 TOKENS_REACH = 2.0
 """Largest factor to a measured number of tokens at which another one needs no measurement."""
@@ -101,12 +96,6 @@ class LayerSpeed:
         """Return the microseconds of a form at a measured M; None without a time."""
         return self.us[name][self.tokens.index(tokens)] if name in self.us else None
 
-    def of_size(self, out: int, columns: int) -> LayerSpeed:
-        """Return the times of a layer of another size, scaled by the number of weights."""
-        factor = out * columns / (self.out * self.columns)
-        us = {name: tuple(None if t is None else t * factor for t in times) for name, times in self.us.items()}
-        return replace(self, out=out, columns=columns, us=us)
-
     def column(self, index: int) -> dict[str, float | None]:
         """Return the times at one M, by its index."""
         return {name: times[index] for name, times in self.us.items()}
@@ -121,15 +110,6 @@ class LayerSpeed:
         tokens, names = sorted(columns), dict.fromkeys((*self.us, *newer.us))
         us = {name: tuple(columns[m].get(name) for m in tokens) for name in names}
         return replace(self, tokens=tuple(tokens), us=us)
-
-    def without(self, names: Iterable[str]) -> LayerSpeed:
-        """Return these times with None at every M for some names."""
-        gone = dict.fromkeys(self.us.keys() & set(names), (None,) * len(self.tokens))
-        return replace(self, us={**self.us, **gone})
-
-    def distance(self, out: int, columns: int) -> float:
-        """Return the distance of another size: the larger difference of rows or of columns, in octaves."""
-        return max(abs(math.log2(self.out / out)), abs(math.log2(self.columns / columns)))
 
 
 @dataclass(frozen=True)
@@ -149,14 +129,6 @@ class Installation:
     driver: str | None
     libraries: dict[str, str]
 
-    def differences(self, here: Installation, backends: Iterable[str]) -> tuple[tuple[str, str], ...]:
-        """Return the differences from the installation here, for these backends: pairs (there, here), each once."""
-        pairs = [(self.gpu, here.gpu)]
-        if self.driver is not None and here.driver is not None:
-            pairs.append((f"driver {self.driver}", f"driver {here.driver}"))
-        pairs += [(self.libraries[name], here.libraries[name]) for name in backends]
-        return tuple(dict.fromkeys((there, own) for there, own in pairs if there != own))
-
 
 @dataclass(frozen=True)
 class WrongForm:
@@ -171,11 +143,6 @@ class WrongForm:
     name: str
     experts: Experts | None = None
 
-    def is_of(self, layer: LayerSpeed) -> bool:
-        """Return whether the form is of this kind of layer."""
-        sizes = layer.dtype, layer.out, layer.columns, layer.experts
-        return (self.dtype, self.out, self.columns, self.experts) == sizes
-
 
 @dataclass(frozen=True)
 class SpeedTable:
@@ -184,67 +151,12 @@ class SpeedTable:
     Attributes:
         installation: The installation.
         layers: The times, of older comparisons first.
-        packaged: Whether the table ships with the package, and so is of another machine.
-        wrong: The wrong forms; they have no time in any of the layers.
+        wrong: The wrong forms.
     """
 
     installation: Installation
-    layers: tuple[LayerSpeed, ...]
-    packaged: bool = False
+    layers: tuple[LayerSpeed, ...] = ()
     wrong: tuple[WrongForm, ...] = ()
-
-    def is_of(self, here: Installation, backends: Iterable[str]) -> bool:
-        """Return whether the table is of the installation here, as far as these backends go."""
-        there = self.installation
-        alike = all(there.libraries.get(name) == here.libraries.get(name) for name in backends)
-        return not self.packaged and (there.gpu, there.driver) == (here.gpu, here.driver) and alike
-
-    def wrong_names(self, layer: LayerSpeed) -> set[str]:
-        """Return the names of a layer's wrong forms."""
-        return {form.name for form in self.wrong if form.is_of(layer)}
-
-
-@dataclass(frozen=True)
-class MeasuredLayer:
-    """A measured layer, and its GPU.
-
-    Attributes:
-        layer: The layer, its times by backend alone (``cusparselt``, not ``cusparselt 6:8``).
-        here: The M's whose times are of this installation and of the wanted size.
-        others: Differences of the installations of its other times: pairs (there, here), each once.
-    """
-
-    layer: LayerSpeed
-    here: tuple[int, ...] = ()
-    others: tuple[tuple[str, str], ...] = ()
-    gpu: str = ""
-
-    def rank(self, gpu: str, out: int, columns: int) -> tuple[bool, bool, int, float]:
-        """Return a sort key for a layer of some size on a GPU: the lower, the better the match.
-
-        Another size counts as one more difference. On another GPU no other difference counts: two cards differ by more
-        than two revisions of a kernel.
-        """
-        foreign, distance = self.gpu != gpu, self.layer.distance(out, columns)
-        return not self.here, foreign, 0 if foreign else len(self.others) + (distance > 0), distance
-
-    def as_prior(self, names: Mapping[str, str]) -> MeasuredLayer:
-        """Return these times, of eight bits, as a prior for six; ``names``: backend for eight -> that for six."""
-        us = {names.get(name, name): times for name, times in self.layer.us.items()}
-        others = *self.others, ("8 bits", "6 bits")
-        return replace(self, layer=replace(self.layer, us=us), here=(), others=others)
-
-    def describe(self) -> str:
-        """Return ``measured here``, or ``prior: measured at 64x64 with torch 2.11; this is torch 2.14``."""
-        if self.here == self.layer.tokens:
-            return MEASURED_HERE
-        prior = f"prior: measured at {self.layer.out}x{self.layer.columns}"
-        if self.others:
-            there, here = (" and ".join(dict.fromkeys(names)) for names in zip(*self.others, strict=True))
-            prior += f" with {there}; this is {here}"
-        if not self.here:
-            return prior
-        return f"{MEASURED_HERE} from {self.here[0]} to {self.here[-1]} tokens; past them {prior}"
 
 
 def lacking(wanted: Iterable[int], measured: Sequence[int]) -> list[int]:
@@ -261,96 +173,26 @@ def times_key(backend: str, pattern: str) -> str:
     return DENSE_FORM if backend == DENSE_FORM else f"{backend} {pattern}"
 
 
-def is_wrong(tables: Iterable[SpeedTable], here: Installation, backend: str, form: WrongForm) -> bool:
-    """Return whether a form was wrong here, with the same libraries of its backend and of dense."""
-    return any(form in table.wrong and table.is_of(here, (DENSE_FORM, backend)) for table in tables)
-
-
-def find_nearest(
-    tables: Sequence[SpeedTable],
-    here: Installation,
+def find_times(
+    table: SpeedTable,
+    backends: Sequence[str],
     dtype: str,
     pattern: str,
     out: int,
     columns: int,
     experts: Experts | None = None,
-) -> MeasuredLayer | None:
-    """Return the measured layer of this type and pattern that is nearest in size, within :data:`SIZE_REACH`.
+) -> LayerSpeed | None:
+    """Return the times of a layer by backend alone (``cusparselt``, not ``cusparselt 6:8``), comparisons joined.
 
-    A layer measured here comes first; then those with fewer differences in installation and size
-    (:meth:`MeasuredLayer.rank`); then those of the first table. Times of these backends at the same size in another
-    table are added below its fewest tokens and above its most: a user who measured few numbers of tokens keeps the
-    packaged times of the others. None if no layer has a packed time.
-
-    ``here`` has the libraries of the backends to compare. With dense among them, layers without a dense time are left
-    out. The other arguments are those of a :class:`LayerSpeed`.
+    None without a packed time, or without dense's where dense is among the ``backends``. The other arguments are those
+    of a :class:`LayerSpeed`.
     """
-    known = (
-        _seen_from(here, table, layer, (out, columns))
-        for table in tables
-        for layer in _known_layers(table, here.libraries, dtype, pattern, (out, columns), experts)
-    )
-    ranked = sorted(known, key=lambda one: one.rank(here.gpu, out, columns))
-    if not ranked:
-        return None
-    best = ranked[0]
-    for other in ranked[1:]:
-        best = _extended(best, other)
-    return best
-
-
-def _known_layers(
-    table: SpeedTable,
-    libraries: Mapping[str, str],
-    dtype: str,
-    pattern: str,
-    near: tuple[int, int],
-    experts: Experts | None,
-) -> list[LayerSpeed]:
-    """Return the layers of a type and about a size with a packed time at a pattern, comparisons of one size joined.
-
-    Wrong forms are left out: with another driver or kernel they may be right, and "no time" is no prior.
-    """
-    by_size: dict[tuple[int, int], LayerSpeed] = {}
+    found = None
     for layer in table.layers:
-        if (layer.dtype, layer.experts) != (dtype, experts) or layer.distance(*near) > math.log2(SIZE_REACH):
+        if (layer.dtype, layer.out, layer.columns, layer.experts) != (dtype, out, columns, experts):
             continue
-        times = _times(layer, pattern, (name for name in libraries if name in table.installation.libraries))
-        wrong = table.wrong_names(layer)
-        times = {name: us for name, us in times.items() if times_key(name, pattern) not in wrong}
-        if _is_comparable(times, libraries):
-            own, size = replace(layer, us=times), (layer.out, layer.columns)
-            by_size[size] = by_size[size].updated(own) if size in by_size else own
-    return list(by_size.values())
-
-
-def _seen_from(here: Installation, table: SpeedTable, layer: LayerSpeed, size: tuple[int, int]) -> MeasuredLayer:
-    others = table.installation.differences(here, layer.us)
-    own = table.is_of(here, layer.us) and (layer.out, layer.columns) == size
-    return MeasuredLayer(layer, layer.tokens if own else (), others, table.installation.gpu)
-
-
-def _times(layer: LayerSpeed, pattern: str, backends: Iterable[str]) -> dict[str, tuple[float | None, ...]]:
-    """Return backend -> a layer's times at one pattern, of backends with times."""
-    keys = {name: times_key(name, pattern) for name in backends}
-    return {name: layer.us[filed] for name, filed in keys.items() if filed in layer.us}
-
-
-def _is_comparable(times: Mapping[str, object], libraries: Mapping[str, str]) -> bool:
-    """Return whether there is a packed time, and a dense one if dense is compared."""
-    return bool(times.keys() - {DENSE_FORM}) and (DENSE_FORM in times or DENSE_FORM not in libraries)
-
-
-def _extended(measured: MeasuredLayer, more: MeasuredLayer) -> MeasuredLayer:
-    """Return a layer with the times of another one of its size past its own numbers of tokens."""
-    layer, other = measured.layer, more.layer
-    past = [i for i, m in enumerate(other.tokens) if not layer.tokens[0] <= m <= layer.tokens[-1]]
-    alike = (layer.out, layer.columns) == (other.out, other.columns) and other.us.keys() <= layer.us.keys()
-    if not alike or not past:
-        return measured
-    rest = {
-        name: tuple(times[i] if any(layer.us[name]) else None for i in past)  # a form that failed at all M's fails
-        for name, times in other.us.items()
-    }
-    longer = replace(other, tokens=tuple(other.tokens[i] for i in past), us=rest).updated(layer)
-    return replace(measured, layer=longer, others=tuple(dict.fromkeys((*measured.others, *more.others))))
+        us = {name: layer.us[key] for name in backends if (key := times_key(name, pattern)) in layer.us}
+        if us.keys() - {DENSE_FORM} and (DENSE_FORM in us or DENSE_FORM not in backends):
+            own = replace(layer, us=us)
+            found = own if found is None else found.updated(own)
+    return found

@@ -1,21 +1,18 @@
 """Files of measured layer times: their paths, reading and writing.
 
-    {"version": 3, "gpu": "NVIDIA H200", "capability": "9.0", "driver": "580.159.04",
-     "libraries": {"dense": "vLLM 0.22, torch 2.11", "hopper": "slidesparse hopper-4"},
-     "layers": [{"dtype": "int8", "out": 4608, "columns": 3584, "tokens": [64, 1024, 16384], "experts": null,
-                 "us": {"dense": [11.3, 52.9, 870.1], "hopper 2:4": [28.5, 55.7, null]}}]}
+    {"installation": {"gpu": "NVIDIA H200", "capability": "9.0", "driver": "580.159.04",
+                      "libraries": {"dense": "vLLM 0.22, torch 2.11", "hopper": "slidesparse hopper-7"}},
+     "layers": [{"dtype": "int8", "out": 4608, "columns": 3584, "tokens": [64, 1024, 16384],
+                 "us": {"dense": [11.3, 52.9, 870.1], "hopper 2:4": [28.5, 55.7, null]}, "experts": null}],
+     "wrong": [{"dtype": "int8", "out": 4608, "columns": 3584, "name": "hopper 2:4", "experts": null}]}
 
 ``"experts"`` is null of a linear; of a layer of experts it is a :class:`slidesparse.gemm.speed.Experts`:
 
     {"count": 64, "everywhere": 128, "top_k": 8, "down": null, "bits": 8}
 
-A file has the times of one installation: a GPU, its driver and the libraries. A new driver, a new revision of a kernel
-or another vLLM gets a file of its own, and the old one remains as a prior. The package has some files in
-``speed_tables``; the user's are in the cache folder. A file that cannot be read is not used, and the log says so once.
-
-Wrong forms are named after ``"libraries"``, and their times are null:
-
-    "wrong": [{"dtype": "int8", "out": 4608, "columns": 3584, "name": "hopper 2:4", "experts": null}]
+A file in the user's cache folder has the times of one installation: a GPU, its driver and the libraries. A new driver,
+a new revision of a kernel or another vLLM gets a file of its own. A file that cannot be read is not used, and the log
+says so once.
 """
 
 from __future__ import annotations
@@ -25,13 +22,10 @@ import json
 import logging
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from functools import lru_cache
-from os.path import commonprefix
 from pathlib import Path
-from typing import Any
 
-from slidesparse.base.arguments import shown
 from slidesparse.base.cache_folder import cache_folder
 from slidesparse.base.file_lock import file_lock
 from slidesparse.base.log import log_once
@@ -40,11 +34,7 @@ from slidesparse.base.whole_file import replace_file
 from slidesparse.errors import InputError, system_words
 from slidesparse.gemm.speed import Installation, LayerSpeed, SpeedTable, WrongForm
 
-VERSION = 3
-
-PACKAGED = Path(__file__).parent / "speed_tables"
-
-REMEDY = "delete it; a model that is loaded, or slidesparse tune, measures again"
+REMEDY = "delete it; the next start measures again"
 
 WRITING_S = 10.0
 """Seconds to wait for a process that writes, which takes milliseconds. A hanging one costs times, not the file."""
@@ -53,37 +43,11 @@ _UNWRITTEN: dict[Path, SpeedTable] = {}
 """Tables that could not be written, for use in this process."""
 
 
-@dataclass(frozen=True)
-class _StoredTable:
-    """A :class:`SpeedTable` as a file has it."""
-
-    version: int
-    gpu: str
-    capability: str
-    driver: str | None
-    libraries: dict[str, str]
-    wrong: tuple[WrongForm, ...]
-    layers: tuple[LayerSpeed, ...]
-
-
-def file_name(gpu: str, *more: str) -> str:
-    """Return the name of a file with a GPU's times.
-
-    >>> file_name("NVIDIA H200"), file_name("NVIDIA H200", "1a2b3c4d")
-    ('speed-nvidia-h200.json', 'speed-nvidia-h200-1a2b3c4d.json')
-    """
-    return f"{'-'.join(['speed', re.sub('[^a-z0-9]+', '-', gpu.lower()), *more])}.json"
-
-
 def tuned_path(here: Installation) -> Path:
-    """Return the path of the times measured here."""
-    return cache_folder() / file_name(here.gpu, digest(here))
-
-
-def digest(installation: Installation) -> str:
-    """Return eight hex digits that identify an installation."""
-    there = [installation.capability, installation.driver, sorted(installation.libraries.items())]
-    return hashlib.sha256(json.dumps(there).encode()).hexdigest()[:8]
+    """Return the path of the times measured here: ``speed-nvidia-h200-1a2b3c4d.json``."""
+    there = [here.gpu, here.capability, here.driver, sorted(here.libraries.items())]
+    digest = hashlib.sha256(json.dumps(there).encode()).hexdigest()[:8]
+    return cache_folder() / f"speed-{re.sub('[^a-z0-9]+', '-', here.gpu.lower())}-{digest}.json"
 
 
 def lock_path(here: Installation, gpu: str = "") -> Path:
@@ -91,31 +55,13 @@ def lock_path(here: Installation, gpu: str = "") -> Path:
     return tuned_path(here).with_suffix(f".{gpu}.lock" if gpu else ".lock")
 
 
-def tables_for(here: Installation) -> list[SpeedTable]:
-    """Return the tables for a GPU: the user's, then the package's.
-
-    The package's include other GPUs of its compute capability, which run the same kernels: the most similar name first,
-    so that an H200 NVL goes by an H200 and not by an H100.
-    """
-    own = tuned_path(here)
-    of_users = {own, *cache_folder().glob(f"{Path(file_name(here.gpu)).stem}*.json"), *_UNWRITTEN}
-    users = [_usable(path) for path in sorted(of_users, key=lambda path: (path != own, path.name))]
-    packaged = [table for path in sorted(PACKAGED.glob("speed-*.json")) if (table := _usable(path))]
-    foreign = [table for table in packaged if table.installation.gpu != here.gpu]
-    related = [table for table in foreign if table.installation.capability == here.capability]
-    return [
-        *(table for table in users if table and table.installation.gpu == here.gpu),
-        *(table for table in packaged if table.installation.gpu == here.gpu),
-        *sorted(related, key=lambda table: -len(commonprefix([table.installation.gpu, here.gpu]))),  # noqa: RUF071
-    ]
-
-
-def _usable(path: Path) -> SpeedTable | None:
+def table_of(here: Installation) -> SpeedTable:
+    """Return the times measured here, an empty table without any or where the file is damaged."""
     try:
-        return load_speeds(path)
+        return load_speeds(tuned_path(here)) or SpeedTable(here)
     except InputError as error:
         log_once(f"slidesparse: these times are not used: {error}", logging.WARNING)
-        return None
+        return SpeedTable(here)
 
 
 def load_speeds(path: Path) -> SpeedTable | None:
@@ -139,41 +85,25 @@ def load_speeds(path: Path) -> SpeedTable | None:
 
 @lru_cache(maxsize=64)
 def _read(path: Path, state: tuple[int, int, int]) -> SpeedTable:
-    return parse_table(load_json(path), packaged=path.parent == PACKAGED)
-
-
-def parse_table(value: Any, *, packaged: bool = False) -> SpeedTable:
-    """Return the table of a file's JSON.
-
-    Raises:
-        InputError: It has not the form at the top of this file.
-    """
-    if isinstance(value, dict):
-        if value.get("version") != VERSION:  # which has other fields, so this comes first
-            raise InputError("version of the table", got=shown(value.get("version")), needed=str(VERSION))
-        value = {"wrong": [], **value}
-    stored: _StoredTable = decode(_StoredTable, value, "table")
-    installation = Installation(stored.gpu, stored.capability, stored.driver, stored.libraries)
-    return SpeedTable(installation, stored.layers, packaged, stored.wrong)
+    table: SpeedTable = decode(SpeedTable, load_json(path), "table")
+    return table
 
 
 def add_layers(here: Installation, layers: Iterable[LayerSpeed], wrong: Iterable[WrongForm] = ()) -> Path | None:
     """Add layers to the times measured here; newer times of the same M win.
 
-    One process writes at a time. A damaged file is written anew. Wrong forms, new and old, lose all their times.
+    One process writes at a time. A damaged file is written anew.
 
     Returns:
         The path; None where it cannot be written: this process keeps the times, and the log gives the reason.
     """
     path = tuned_path(here)
     with file_lock(path.with_suffix(".writing"), WRITING_S):
-        old = _usable(path)
-        known = SpeedTable(here, ()) if old is None else old
-        joined = join_layers(known.layers, layers)
-        table = SpeedTable(here, joined, wrong=tuple(dict.fromkeys((*known.wrong, *wrong))))
-        table = replace(table, layers=tuple(layer.without(table.wrong_names(layer)) for layer in joined))
+        known = table_of(here)
+        wrong_forms = tuple(dict.fromkeys((*known.wrong, *wrong)))
+        table = SpeedTable(here, join_layers(known.layers, layers), wrong_forms)
         try:
-            replace_file(path, table_text(table))
+            replace_file(path, json.dumps(asdict(table)))
         except OSError as error:
             _UNWRITTEN[path] = table
             log_once(
@@ -197,25 +127,3 @@ def join_layers(older: Iterable[LayerSpeed], newer: Iterable[LayerSpeed]) -> tup
 
 def _comparison(layer: LayerSpeed) -> tuple[object, ...]:
     return layer.dtype, layer.out, layer.columns, layer.experts, frozenset(layer.us)
-
-
-def table_text(table: SpeedTable) -> str:
-    """Return a table as JSON with a line for each list of times."""
-    there = table.installation
-    head: dict[str, Any] = {
-        "version": VERSION,
-        "gpu": there.gpu,
-        "capability": there.capability,
-        "driver": there.driver,
-        "libraries": there.libraries,
-    }
-    if table.wrong:
-        head["wrong"] = [asdict(form) for form in table.wrong]
-    layers = ",\n".join(map(_layer_text, table.layers))
-    return json.dumps(head)[:-1] + f', "layers": [\n{layers}\n]}}\n'
-
-
-def _layer_text(layer: LayerSpeed) -> str:
-    head = {name: part for name, part in asdict(layer).items() if name != "us"}
-    times = ",\n".join(f"  {json.dumps(name)}: {json.dumps(us)}" for name, us in layer.us.items())
-    return json.dumps(head)[:-1] + f', "us": {{\n{times}}}}}'

@@ -1,7 +1,6 @@
-"""A model of a layer's time for any number of tokens, and the fastest backend for each.
+"""The fastest backend for each number of tokens, by a layer's measured times.
 
-Times are interpolated between the measured M's, linearly in the logarithms of time and M. Below the fewest measured
-tokens a time is constant, like that of reading the weight; above the most it grows with M.
+A decision at a measured M holds up to half way to the next one, on a logarithmic scale, and past the last one.
 
 One packed form, the fastest over all M's, runs wherever no other backend is faster by :data:`MARGIN`. Noise then
 changes no backend: a model's layers stay on one, and the same batch always takes the same path.
@@ -15,10 +14,10 @@ a 7B model in INT8 took 12.7 s for a mixed load without copies and 13.1 s with t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import combinations, pairwise
+from itertools import pairwise
 
 from slidesparse.gemm.spec import Route
 from slidesparse.gemm.speed import DENSE_FORM, LayerSpeed
@@ -34,21 +33,6 @@ fifth from start to start, and so would a stricter rule."""
 NEEDS_A_COPY_ON_AVERAGE = 1.1
 """The same on average over the measured M's."""
 
-NARROW = 1.5
-"""Least factor between the ends of a range of M's that is worth a second form of the weight."""
-
-
-def time_at(layer: LayerSpeed, name: str, tokens: float) -> float | None:
-    """Return the microseconds of a backend at M ``tokens``; None next to an M without a time."""
-    points = list(zip(layer.tokens, layer.us[name], strict=True))
-    if tokens <= layer.tokens[0]:
-        return points[0][1]
-    for (m, us), (n, after) in pairwise(points):
-        if m <= tokens <= n and us is not None and after is not None:
-            return us * math.exp(math.log(after / us) * math.log(tokens / m) / math.log(n / m))
-    m, us = points[-1]
-    return None if us is None or tokens < m else us * tokens / m
-
 
 def fastest(layer: LayerSpeed) -> str | None:
     """Return the packed form with the smallest product of times over all M's; None without packed times.
@@ -60,35 +44,34 @@ def fastest(layer: LayerSpeed) -> str | None:
     return min(rank, key=lambda name: rank[name], default=None)
 
 
-def decide(layer: LayerSpeed, tokens: float) -> str:
-    """Return the backend for M ``tokens``: the main packed form, or one that is faster by the margin."""
-    main = fastest(layer)
-    times = {name: us for name in layer.us if (us := time_at(layer, name, tokens)) is not None}
-    best = min(times, key=lambda name: times[name], default=DENSE_FORM)
-    if not times.keys() - {DENSE_FORM}:
+def decide(times: Mapping[str, float | None], main: str | None) -> str:
+    """Return the backend by the times at one M: the main packed form, or one that is faster by the margin."""
+    known = {name: us for name, us in times.items() if us is not None}
+    packed = {name: us * (1 if name == main else MARGIN) for name, us in known.items() if name != DENSE_FORM}
+    if not packed:
         return DENSE_FORM
-    packed = min(times.keys() - {DENSE_FORM}, key=lambda name: times[name] * (1 if name == main else MARGIN))
-    return best if MARGIN * times[best] <= times[packed] else packed
+    best, form = min(known, key=lambda name: known[name]), min(packed, key=lambda name: packed[name])
+    return best if MARGIN * known[best] <= known[form] else form
 
 
 @lru_cache(maxsize=1024)
 def routes_of(layer: LayerSpeed) -> tuple[Route, ...]:
     """Return the routes of :func:`decide` over all numbers of tokens.
 
-    A range below :data:`NARROW` stays on the main packed form, if that can run in all of it.
+    No packed form runs between an M with its time and one without.
     """
-    starts = {0, *(at for near in _changes(layer) for at in (near - 1, near, near + 1))}
-    routes = _joined(Route(start, decide(layer, max(start, 1))) for start in sorted(starts))
-    main = fastest(layer)
-    if main is None:
-        return routes
-    ends = [*(route.from_tokens for route in routes[1:]), math.inf]
-    return _joined(
-        Route(route.from_tokens, main)
-        if route.from_tokens > end / NARROW and _can_run(layer, main, route.from_tokens, int(end) - 1)
-        else route
-        for route, end in zip(routes, ends, strict=True)
-    )
+    main, columns = fastest(layer), [layer.column(index) for index in range(len(layer.tokens))]
+    taken = [decide(times, main) for times in columns]
+    routes = [Route(0, taken[0])]
+    for index, (m, n) in enumerate(pairwise(layer.tokens)):
+        before, after = taken[index : index + 2]
+        if before == after:
+            continue
+        ends, begins = columns[index + 1].get(before) is None, columns[index].get(after) is None
+        if ends and begins and before != DENSE_FORM:
+            routes.append(Route(m + 1, DENSE_FORM))
+        routes.append(Route(n if begins else m + 1 if ends else math.isqrt(m * n) + 1, after))
+    return tuple(routes)
 
 
 @lru_cache(maxsize=1024)
@@ -121,35 +104,6 @@ def _much_longer(shares: Sequence[float], on_average: float) -> bool:
     """Return whether times over dense's are too long: one of them, or their geometric mean."""
     average = math.exp(sum(map(math.log, shares)) / max(1, len(shares)))
     return max(shares, default=0.0) >= NEEDS_A_COPY or average >= on_average
-
-
-def _can_run(layer: LayerSpeed, name: str, first: int, last: int) -> bool:
-    """Return whether a backend has times from the first to the last number of tokens."""
-    measured = (m for m in layer.tokens if first < m < last)
-    return all(time_at(layer, name, m) is not None for m in (first, *measured, last))
-
-
-def _joined(routes: Iterable[Route]) -> tuple[Route, ...]:
-    """Return routes with neighbours on the same backend joined."""
-    kept: list[Route] = []
-    for route in routes:
-        if not kept or kept[-1].backend != route.backend:
-            kept.append(route)
-    return tuple(kept)
-
-
-def _changes(layer: LayerSpeed) -> Iterator[int]:
-    """Yield the numbers of tokens, give or take one, at which the decision may change."""
-    yield from layer.tokens
-    for one, other in combinations(layer.us.values(), 2):
-        shares = [math.log(us / than) if us and than else None for us, than in zip(one, other, strict=True)]
-        for (m, start), (n, end) in pairwise(zip(layer.tokens, shares, strict=True)):
-            if start is None or end is None or start == end:
-                continue
-            for bound in (-math.log(MARGIN), 0.0, math.log(MARGIN)):
-                at = (bound - start) / (end - start)  # the logarithm of the share is a straight line in that of M
-                if 0 < at < 1:
-                    yield math.ceil(m * (n / m) ** at)
 
 
 def explain(layer: LayerSpeed) -> str:

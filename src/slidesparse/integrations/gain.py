@@ -15,15 +15,15 @@ TOKENS = (16, 64, 256, 1024, 4096, 16384)
 
 
 class LoadedLinear(NamedTuple):
-    """A loaded linear's [out, in], and :meth:`slidesparse.gemm.select.Choice.times`; empty where no times chose."""
+    """A loaded linear's [out, in], and :attr:`slidesparse.gemm.select.Choice.times`; empty where no times chose."""
 
     shape: tuple[int, ...]
-    times: Mapping[int, tuple[float, float, bool]]
+    times: Mapping[int, tuple[float, float]]
 
     @classmethod
     def of(cls, weight: torch.Tensor, choice: Choice | None) -> LoadedLinear:
         """Return a linear from its weight and the choice of its backends, or None."""
-        return cls(tuple(weight.shape), {} if choice is None else choice.times(*weight.shape))
+        return cls(tuple(weight.shape), {} if choice is None else choice.times)
 
 
 def describe_gain(linears: Collection[LoadedLinear]) -> list[str]:
@@ -31,11 +31,9 @@ def describe_gain(linears: Collection[LoadedLinear]) -> list[str]:
 
     A linear without times runs dense, and counts with dense's times of its shape, where another one has them.
     """
-    dense = {one.shape: {m: (us, us, here) for m, (_, us, here) in one.times.items()} for one in linears if one.times}
+    dense = {one.shape: {m: (us, us) for m, (_, us) in one.times.items()} for one in linears if one.times}
     known = [times for one in linears if (times := one.times or dense.get(one.shape))]
     tokens = [m for m in TOKENS if known and all(m in times for times in known)]
-    # Measuring ends at a server's largest batch; beyond that there is only a prior.
-    tokens = [m for m in tokens if all(times[m][2] for times in known)] or tokens
     if not tokens:
         return []
     shares = [sum(times[m][0] for times in known) / sum(times[m][1] for times in known) for m in tokens]
@@ -44,6 +42,4 @@ def describe_gain(linears: Collection[LoadedLinear]) -> list[str]:
     who, end = "the linears", ""
     if len(known) < len(linears):
         who, end = f"{len(known)} of {len(linears)} linears", "; the others have no times"
-    here = {times[m][2] for times in known for m in tokens}
-    origin = f"times {MEASURED_HERE}{' and a prior' if False in here else ''}" if True in here else "a prior"
-    return [f"slidesparse: by {origin} {who} take {', '.join(parts)}{end}"]
+    return [f"slidesparse: by times {MEASURED_HERE} {who} take {', '.join(parts)}{end}"]

@@ -7,7 +7,7 @@ checkpoint's. This module needs neither a server nor a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slidesparse.checkpoints.marker import Marker
@@ -76,13 +76,11 @@ def why_not_w8a8(scheme: Any, w8a8: tuple[type[Any], ...]) -> str | None:
 class NamedLayer:
     """A layer of a server, before its weight is known.
 
-    ``pattern`` is the checkpoint's; None: find the tightest that the weight satisfies. ``is_exception``: the checkpoint
-    names the layer itself, not only a pattern for all others.
+    ``pattern`` is the checkpoint's; None: find the tightest that the weight satisfies.
     """
 
     name: str
     pattern: Pattern | None
-    is_exception: bool = field(default=False, compare=False)
 
 
 DOWN = ("down_proj", "w2")
@@ -142,7 +140,7 @@ def find_layer(marker: Marker | None, name: str, fused: Mapping[str, Sequence[st
             remedy="prune them alike, or serve it dense",
         )
     pattern = patterns[parts[0]]
-    return None if pattern is None else NamedLayer(name, pattern, any(part in marker.layers for part in parts))
+    return None if pattern is None else NamedLayer(name, pattern)
 
 
 def marked_experts(marker: Marker | None, name: str) -> NamedExperts | None:

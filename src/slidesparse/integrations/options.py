@@ -29,7 +29,7 @@ class ServerOptions:
     Attributes:
         backend: ``auto`` or a backend's name, for every layer.
         fallback: Backend of ``auto`` for layers that sparsity does not speed up: see :mod:`slidesparse.gemm.select`.
-        tune: ``auto`` measures layers without times on this machine when they are loaded, ``off`` uses a prior.
+        tune: ``auto`` measures layers without times on this machine when they are loaded, ``off`` none.
         fuse: Join RMSNorm and SiLU with our operators; in vLLM's compiled models neighbouring linears too.
         experts: Run of pruned experts of mixtures.
     """

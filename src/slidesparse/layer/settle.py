@@ -72,7 +72,7 @@ class Chooser:
     Attributes:
         backend: ``auto`` or a backend's name, for slid weights and those of its bits; others get what ``auto`` gives.
         fallback: The rule of ``auto`` where sparsity does not pay: see :mod:`slidesparse.gemm.select`.
-        tuner: Measures kinds of layers without times of this machine first; None: a prior decides.
+        tuner: Measures kinds of layers without times of this machine first; None: no layer is measured.
     """
 
     backend: str = "auto"

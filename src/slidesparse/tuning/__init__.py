@@ -1,4 +1,4 @@
 """Measurement of layers on this GPU: the timing protocol, and the layers of a model at load.
 
-``slidesparse tune`` and the benchmarks, the vLLM plugin and ``slidesparse.load`` use the same stopwatch.
+The benchmarks, the servers' plugins and ``slidesparse.load`` use the same stopwatch.
 """

@@ -1,8 +1,8 @@
 """Measurement of a model's layers while it is loaded, where this machine has no times of them.
 
 The times go into the user's cache (:mod:`slidesparse.gemm.speed_files`), by one of a server's processes. The others
-wait for it and read; servers on other GPUs measure at the same time. What exceeds the budget is left to the next start;
-until then a prior decides, and the log says so.
+wait for it and read; servers on other GPUs measure at the same time. What exceeds the budget is left to the next start,
+and the log says so.
 
 A form with a wrong result is recorded even without a time: a start that chose it by other times would serve wrong
 answers.
@@ -179,7 +179,7 @@ class LoadTuner:
 
     def _known(self, problem: Problem, backends: list[str]) -> tuple[int, ...]:
         measured = find_measured(problem, backends)
-        return () if measured is None else measured.here
+        return () if measured is None else measured.tokens
 
     def _lacking(self, problem: Problem, backends: list[str]) -> list[int]:
         return lacking(self.sizes, self._known(problem, backends))
@@ -191,8 +191,7 @@ class LoadTuner:
         if not self._logged_end:
             self._logged_end = True
             self.log.warning(
-                "slidesparse: measuring ends after %g s of this start; the kinds of layers that are left go by a prior,"
-                " and the next start, or slidesparse tune, measures them",
+                "slidesparse: measuring ends after %g s of this start; the next start measures the rest",
                 self.budget_s,
             )
 

@@ -1,10 +1,9 @@
 """Measurement of one kind of layer: dense and each packed form of a weight, quantisation and scales included.
 
-A start measures the loaded weight, ``slidesparse tune`` one of random numbers. Activations are Gaussian: zeros would
-draw less power. Every form has a stretch of its own at each number of tokens
-(:func:`slidesparse.tuning.timing.time_stretches`): at a start a short one where the GPU stays below its power limit,
-else one long enough for the clock to settle; ``tune`` takes more time (:class:`Effort`). Calls are captured in CUDA
-graphs, as in vLLM up to some 512 tokens; where memory is short they are launched one by one.
+The loaded weight is measured. Activations are Gaussian: zeros would draw less power. Every form has a stretch of its
+own at each number of tokens (:func:`slidesparse.tuning.timing.time_stretches`): a short one where the GPU stays below
+its power limit, else one long enough for the clock to settle. Calls are captured in CUDA graphs, as in vLLM up to some
+512 tokens; where memory is short they are launched one by one.
 """
 
 from __future__ import annotations
@@ -42,36 +41,12 @@ SHORT_S, LONG_S = 0.02, 0.15
 settles within 70 ms, and the later half counts (docs/log/layers.md)."""
 
 LONG_FROM = 512
-"""Fewest tokens timed for :data:`LONG_S` at a start."""
+"""Fewest tokens timed for :data:`LONG_S`."""
 
 TRANSIENT_BYTES = 2 << 30
-"""Most memory of a measurement at a start: forms of the weight, copies, activations, products. It ends where they need
+"""Most memory of a measurement: forms of the weight, copies, activations, products. It ends where they need
 more, or more than half of the free memory. Gate and up of a 7B model need so much at 16384 tokens; vLLM takes as much
 later, when it profiles such a batch."""
-
-
-@dataclass(frozen=True)
-class Effort:
-    """Time and memory budget of a measurement.
-
-    Attributes:
-        short_s: Seconds of a stretch at fewer tokens than :data:`LONG_FROM`.
-        long_s: Seconds of a stretch at more.
-        stretches: Stretches of each form.
-        saves: With long stretches, dense is timed once.
-        n_bytes: Most memory; never more than half of the free memory.
-    """
-
-    short_s: float
-    long_s: float
-    stretches: int
-    saves: bool
-    n_bytes: int
-
-
-AT_START = Effort(SHORT_S, LONG_S, 1, saves=True, n_bytes=TRANSIENT_BYTES)
-THOROUGH = Effort(LONG_S, LONG_S, 3, saves=False, n_bytes=1 << 62)
-"""Effort of ``slidesparse tune``, for which nobody waits."""
 
 SEED = 7_654_321
 """Seed of the activations, and of no weight: where their rows are equal, products have one sign, and FP8 Tensor Cores
@@ -112,20 +87,16 @@ class TakenTimes:
     wrong: frozenset[str] = frozenset()
 
 
-def time_forms(
-    passes: Mapping[str, Pass], tokens: int, effort: Effort = AT_START
-) -> tuple[dict[str, float], float | None]:
+def time_forms(passes: Mapping[str, Pass], tokens: int) -> tuple[dict[str, float], float | None]:
     """Return the microseconds of each form, dense first, and the relative difference of dense timed twice.
 
     The difference is None where dense is timed once, to save time.
     """
     all_forms, noise = list(passes.values()), None
-    if effort.saves and tokens >= LONG_FROM:
-        samples = time_stretches(all_forms, effort.long_s, effort.stretches)
+    if tokens >= LONG_FROM:
+        samples = time_stretches(all_forms, LONG_S)
     else:  # dense before all others, while the clock rises, and after them, for the noise
-        thrice = [all_forms[0], *all_forms, all_forms[0]]
-        stretch_s = effort.short_s if tokens < LONG_FROM else effort.long_s
-        _, *samples, again = time_stretches(thrice, stretch_s, effort.stretches)
+        _, *samples, again = time_stretches([all_forms[0], *all_forms, all_forms[0]], SHORT_S)
         noise = noise_of(samples[0], again)
     return {name: round(median(taken), 2) for name, taken in zip(passes, samples, strict=True)}, noise
 
@@ -139,8 +110,8 @@ class Measurement:
     tolerance = TOLERANCE
     """Relative difference of two right results."""
 
-    def __init__(self, source: torch.dtype, stopwatch: Stopwatch, effort: Effort = AT_START) -> None:
-        self.source, self.stopwatch, self.effort = source, stopwatch, effort
+    def __init__(self, source: torch.dtype, stopwatch: Stopwatch) -> None:
+        self.source, self.stopwatch = source, stopwatch
         self._faults: dict[str, str] = {}
         self._noises: list[float] = []
         self._wrong: set[str] = set()
@@ -169,7 +140,7 @@ class Measurement:
         return passes
 
     def _times(self, passes: Mapping[str, Pass], tokens: int) -> dict[str, float]:
-        times, noise = time_forms(passes, tokens, self.effort)
+        times, noise = time_forms(passes, tokens)
         self._noises += [] if noise is None else [noise]
         return times
 
@@ -280,7 +251,7 @@ class LayerMeasurement(Measurement):
     def _spare(self, tokens: int, forms: Sequence[_Form], times: int) -> int:
         """Return the bytes left for copies if calls allocate theirs ``times`` times: a graph has its own."""
         kept = sum(form.n_bytes for form in forms)
-        most = min(self.effort.n_bytes - kept, self.stopwatch.free_bytes())
+        most = min(TRANSIENT_BYTES - kept, self.stopwatch.free_bytes())
         x = tokens * self.packed.shape[1] * self.source.itemsize
         return most - x - times * max((form.bytes_for(tokens, self.source) for form in forms), default=0)
 

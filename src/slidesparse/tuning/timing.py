@@ -16,16 +16,17 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 
-from slidesparse.gemm.autotune import capture_calls, cold_copies, l2_bytes
-
 MAX_COPIES = 512
 """Most copies of the operands. Problems of less than 3 L2 caches / 512 stay warm, for all variants alike."""
+COLD_FACTOR = 3
+"""L2 caches that operand copies fill: caches are not strictly least-recently-used."""
 
 Reading = Callable[[], float]
 """Waits for a queued pass; returns microseconds per call."""
@@ -76,36 +77,41 @@ def copies_needed(n_bytes: int, l2_bytes: int, memory_bytes: int) -> int:
     return cold_copies(n_bytes, l2_bytes, min(memory_bytes // max(1, n_bytes), MAX_COPIES))
 
 
+def l2_bytes(device: int | None = None) -> int:
+    """Return the size of a GPU's L2 cache; None: of the current GPU."""
+    # Before Hopper 40 MB at most.
+    size: int = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 40 << 20)
+    return size
+
+
+def cold_copies(n_bytes: int, l2_bytes: int, at_most: int) -> int:
+    """Return the number of copies of operands of ``n_bytes`` with which each call finds a cold L2 cache.
+
+    1 to ``at_most``, for memory or launches: operands below ``COLD_FACTOR * l2_bytes / at_most`` stay warm.
+    """
+    return max(1, min(-(-COLD_FACTOR * l2_bytes // max(1, n_bytes)), at_most))
+
+
 def copies_of(operands: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
     """Return ``operands`` and ``count - 1`` deep copies of them (tensors, tuples, modules)."""
     return [operands] + [copy.deepcopy(operands) for _ in range(count - 1)]
 
 
-def time_stretches(passes: Sequence[Pass], stretch_s: float, stretches: int = 1) -> list[list[float]]:
+def time_stretches(passes: Sequence[Pass], stretch_s: float) -> list[list[float]]:
     """Time passes as a model runs them: each alone for a while before the next one.
 
     The later half of a stretch counts: by then the clock is what the power limit allows for this pass.
 
-    Args:
-        passes: The passes.
-        stretch_s: Seconds of a stretch.
-        stretches: Stretches of each pass; every round begins with another pass.
-
     Returns:
-        The samples of each pass, microseconds per call.
+        The samples of each pass, microseconds per call; a stretch takes ``stretch_s`` seconds.
     """
-    samples: list[list[float]] = [[] for _ in passes]
     lengths = []
     for one in passes:
         _stretch(one, 1)  # warms up
         (us,) = _stretch(one, 1)
         lengths.append(max(2, int(stretch_s * 1e6 / max(1e-3, us * one.copies))))
-    for number in range(stretches):
-        for step in range(len(passes)):
-            at = (number + step) % len(passes)
-            taken = _stretch(passes[at], lengths[at])
-            samples[at] += taken[len(taken) // 2 :]
-    return samples
+    taken = [_stretch(one, length) for one, length in zip(passes, lengths, strict=True)]
+    return [samples[len(samples) // 2 :] for samples in taken]
 
 
 def _stretch(one: Pass, times: int) -> list[float]:
@@ -131,6 +137,33 @@ def poison(result: Any) -> None:
     for tensor in tensors_in(result):
         sized = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor  # a scalar has no bytes to be seen as
         sized.view(torch.uint8).fill_(0x7F)
+
+
+def capture_calls(graph: torch.cuda.CUDAGraph, calls: Iterable[Callable[[], Any]], pool: Any = None) -> Any:
+    """Capture calls, and return the result of the last one; graphs of one ``pool`` must run one after another.
+
+    ``torch.cuda.graph`` would also collect garbage and empty the allocator's cache, which takes longer than most
+    measured times, and would fail if another thread of a server calls CUDA meanwhile.
+    """
+    stream = _capture_stream(torch.cuda.current_device())
+    stream.wait_stream(torch.cuda.current_stream())
+    result = None
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            for call in calls:
+                result = None  # frees its memory before the next call allocates
+                result = call()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    return result
+
+
+@lru_cache(maxsize=64)
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """Return the stream of all captures on a GPU: cuBLAS keeps 32 MB for each stream."""
+    return torch.cuda.Stream(device)
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from slidesparse.checkpoints.marker import Marker
 from slidesparse.errors import InputError
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
-from slidesparse.offline.known_models import MODELS
 from slidesparse.pruning import prune_mask
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import Rounding, quantize_weight
 from slidesparse_bench.engine.four_bits import four_bit_config, four_bit_tensors
+from slidesparse_bench.known_models import MODELS
 
 HEAD = 128
 

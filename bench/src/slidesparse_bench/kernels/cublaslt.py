@@ -15,9 +15,9 @@ from functools import lru_cache, partial
 import torch
 
 from slidesparse.errors import UnsupportedError
-from slidesparse.gemm.autotune import copies_to_rotate, time_candidates
 from slidesparse.weights.quant import parse_dtype
 from slidesparse_bench.kernels.cublaslt_api import CublasLtAlgorithm, DenseProblem, Product
+from slidesparse_bench.kernels.time_candidates import copies_to_rotate, time_candidates
 from slidesparse_bench.records import Tried
 
 DEVIATION = 2.0**-6

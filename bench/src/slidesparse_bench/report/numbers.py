@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from slidesparse.offline.known_models import LAYERS
+from slidesparse_bench.known_models import LAYERS
 from slidesparse_bench.records import ALL, COPY, DENSE_VARIANT, SQUARE, Case, Record
 
 NATIVE = "2:4"

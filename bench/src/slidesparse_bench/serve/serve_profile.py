@@ -10,11 +10,11 @@ from types import SimpleNamespace
 from slidesparse.errors import InputError
 from slidesparse.gemm import BACKENDS
 from slidesparse.integrations.vllm.graph_sizes import sizes_for
-from slidesparse.offline.tune_job import select, select_patterns
 from slidesparse_bench.engine.eagle_head import STEPS
 from slidesparse_bench.engine.vllm_checkpoint import ARCHITECTURES, model_config
 from slidesparse_bench.kernels.linear import AUTO
 from slidesparse_bench.kernels.operands import AUTO_SIX_BITS, rounding_for
+from slidesparse_bench.problems import select, select_patterns
 from slidesparse_bench.records import DENSE_VARIANT
 from slidesparse_bench.serve.serve_load import ANSWERS, FULL, NAMED, QUICK, soak
 from slidesparse_bench.serve.serve_options import BATCHED_TOKENS

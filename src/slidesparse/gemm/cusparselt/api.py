@@ -34,13 +34,6 @@ NON_TRANSPOSE, TRANSPOSE = 0, 1
 SPARSITY_50_PERCENT = 0
 ALG_DEFAULT = 0
 
-# cusparseLtMatmulAlgAttribute_t
-ALG_CONFIG_ID, ALG_CONFIG_MAX_ID = 0, 1
-SPLIT_K, SPLIT_K_MODE = 3, 4
-
-# cusparseLtSplitKMode_t
-ONE_KERNEL, TWO_KERNELS = 1, 2
-
 CUDA_TYPES = {
     torch.float32: 0,
     torch.float16: 2,
@@ -68,8 +61,6 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     ),
     "cusparseLtMatmulAlgSelectionInit": (_STRUCTURE, _STRUCTURE, _STRUCTURE, c_int),
     "cusparseLtMatmulAlgSelectionDestroy": (_STRUCTURE,),
-    "cusparseLtMatmulAlgSetAttribute": (_STRUCTURE, _STRUCTURE, c_int, c_void_p, c_size_t),
-    "cusparseLtMatmulAlgGetAttribute": (_STRUCTURE, _STRUCTURE, c_int, c_void_p, c_size_t),
     "cusparseLtMatmulGetWorkspace": (_STRUCTURE, _STRUCTURE, POINTER(c_size_t)),
     "cusparseLtMatmulPlanInit": (_STRUCTURE, _STRUCTURE, _STRUCTURE, _STRUCTURE),
     "cusparseLtMatmulPlanDestroy": (_STRUCTURE,),

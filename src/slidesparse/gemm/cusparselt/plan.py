@@ -12,8 +12,6 @@ import torch
 from slidesparse.base.torch_private import current_stream, empty
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm.cusparselt import api
-from slidesparse.gemm.cusparselt.table import Algorithm, Key, load_algorithms, nearest_record, table_path
-from slidesparse.weights.quant import dtype_name
 
 PLANS = 2048
 """Most cached plans, of some kilobytes each. A model has few shapes, a shape 143 buckets to 65536 tokens."""
@@ -66,15 +64,9 @@ class Shape(NamedTuple):
         """Type of the product."""
         return ACCUMULATORS.get(self.dtype, self.dtype)
 
-    @property
-    def key(self) -> Key:
-        """The key of a search's result."""
-        gpu = torch.cuda.get_device_name(self.device)
-        return Key(gpu, api.load_library().version_text, self.out, self.columns, dtype_name(self.dtype))
-
 
 class MatmulPlan:
-    """A GEMM of a shape, ready to run by an algorithm; None: the library's default.
+    """A GEMM of a shape, ready to run by the library's default algorithm.
 
     Attributes:
         workspace: Bytes of device memory of a run.
@@ -84,7 +76,7 @@ class MatmulPlan:
             and load code.
     """
 
-    def __init__(self, shape: Shape, algorithm: Algorithm | None) -> None:
+    def __init__(self, shape: Shape) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 f"cuSPARSELt has no plan for {shape.rows} rows yet and cannot make one while a CUDA graph is captured",
@@ -96,9 +88,9 @@ class MatmulPlan:
         self._end = weakref.finalize(self, _destroy, self._library, self._structures)
         self._end.atexit = False
         with torch.cuda.device(shape.device):
-            self._make(shape, algorithm)
+            self._make(shape)
 
-    def _make(self, shape: Shape, algorithm: Algorithm | None) -> None:
+    def _make(self, shape: Shape) -> None:
         handle, call = self._handle.address, self._library.call
         operand, product = api.CUDA_TYPES[shape.dtype], api.CUDA_TYPES[shape.accumulator]
 
@@ -117,13 +109,6 @@ class MatmulPlan:
         call("cusparseLtMatmulDescriptorInit", handle, matmul, *operations, weight, x, y, y, compute)
         selection = self._new("cusparseLtMatmulAlgSelectionDestroy")
         call("cusparseLtMatmulAlgSelectionInit", handle, selection, matmul, api.ALG_DEFAULT)
-        self.algorithms = self._attribute(selection, api.ALG_CONFIG_MAX_ID)
-        if algorithm is not None:
-            self._set_attribute(selection, api.ALG_CONFIG_ID, algorithm.id)
-            if algorithm.split_k != 1:
-                self._set_attribute(selection, api.SPLIT_K, algorithm.split_k)
-            if algorithm.split_k_mode:
-                self._set_attribute(selection, api.SPLIT_K_MODE, algorithm.split_k_mode)
 
         self._plan = self._new("cusparseLtMatmulPlanDestroy")
         call("cusparseLtMatmulPlanInit", handle, self._plan, matmul, selection)
@@ -136,17 +121,6 @@ class MatmulPlan:
         structure = api.Structure()
         self._structures.append((destroy, structure))
         return structure.address
-
-    def _attribute(self, selection: int, attribute: int) -> int:
-        value = ctypes.c_int()
-        where = (ctypes.byref(value), ctypes.sizeof(value))
-        self._library.call("cusparseLtMatmulAlgGetAttribute", self._handle.address, selection, attribute, *where)
-        return value.value
-
-    def _set_attribute(self, selection: int, attribute: int, number: int) -> None:
-        value = ctypes.c_int(number)
-        where = (ctypes.byref(value), ctypes.sizeof(value))
-        self._library.call("cusparseLtMatmulAlgSetAttribute", self._handle.address, selection, attribute, *where)
 
     def run(self, weight: torch.Tensor, x_pointer: int, y: torch.Tensor, *, accumulate: bool = False) -> None:
         """Compute ``y = x @ W^T`` on the current device and stream, or ``y += x @ W^T`` in float32 with ``accumulate``.
@@ -193,13 +167,12 @@ def _describe_weight(descriptor: int, handle: api.Structure, out: int, columns: 
 
 @lru_cache(maxsize=PLANS)
 def plan_for(shape: Shape) -> MatmulPlan:
-    """Return the plan of a shape, with a search's algorithm or the library's default."""
-    record = nearest_record(load_algorithms(table_path()), shape.key, shape.rows)
-    return MatmulPlan(shape, None if record is None else record.algorithm)
+    """Return the plan of a shape."""
+    return MatmulPlan(shape)
 
 
 def compress_matrix(matrix: torch.Tensor) -> torch.Tensor:
-    """Compress a matrix into the library's form, for all numbers of rows and algorithms.
+    """Compress a matrix into the library's form, for all numbers of rows.
 
     [out, K'], both multiples of 32, with at most 2 non-zeros in every 4 columns, contiguous, on a GPU -> uint8 [bytes],
     with room for a tile of metadata at the end.

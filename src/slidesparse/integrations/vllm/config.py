@@ -30,7 +30,6 @@ from slidesparse.integrations.names import (
     LEFT_ALONE,
     NamedLayer,
     find_layer,
-    list_parts,
     marked_experts,
     rename_layers,
     require_marker,
@@ -41,7 +40,7 @@ from slidesparse.integrations.names import (
 from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.experts import METHODS, PackingMethod, why_experts_left
 from slidesparse.integrations.vllm.graph_pass import install_pass
-from slidesparse.integrations.vllm.graph_sizes import cut_less_between_graphs, graphed_tokens
+from slidesparse.integrations.vllm.graph_sizes import cut_less_between_graphs
 from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.integrations.vllm.private import add_stack_room
 from slidesparse.integrations.vllm.refused import SERVE_DENSE, SERVE_FLOATS_DENSE, require_supported
@@ -180,15 +179,12 @@ class SlideSparseConfig(CompressedTensorsConfig):
             vllm_config: Any = get_current_vllm_config()
             require_supported(vllm_config, self.serve_dense)
             self._model = ModelState.create(vllm_config)
-            install_pass(vllm_config.compilation_config, self._model, graphed_tokens(vllm_config))
+            install_pass(vllm_config.compilation_config, self._model)
             cut_less_between_graphs()
             add_stack_room()
-            self._model.unplaced = dict(self.marker.layers) if self.marker is not None else {}
         return self._model
 
     def _find_layer(self, layer: torch.nn.Module, name: str, model: ModelState) -> NamedLayer | None:
-        for part in list_parts(name, self.packed_modules_mapping):
-            model.unplaced.pop(part, None)
         reason = why_left(name)
         named = None if reason else find_layer(self.marker, name, self.packed_modules_mapping)
         if named is None:

@@ -8,8 +8,7 @@ operator through PyTorch's dispatcher: with one chain (:mod:`slidesparse.gemm.sp
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -28,9 +27,6 @@ PROLOGUES: dict[Any, Prologue] = {
     ops.silu_mul_linear.default: "silu_mul",
 }
 """Our operators -> their prologues."""
-
-Reroute: TypeAlias = Callable[[Sequence[LinearSpec]], Sequence[LinearSpec]]
-"""Takes the linears of a chain, and returns them with other routes."""
 
 
 class GraphLinear(NamedTuple):
@@ -51,8 +47,8 @@ class GraphLinear(NamedTuple):
         return self.spec.prologue in ADDING
 
 
-def join_chains(graph: fx.Graph, reroute: Reroute = list) -> int:
-    """Rewrite a graph in place, with the backends of ``reroute``; return the number of linears in chains."""
+def join_chains(graph: fx.Graph) -> int:
+    """Rewrite a graph in place; return the number of linears in chains."""
     order = {node: position for position, node in enumerate(graph.nodes)}
     linears = {linear.node: linear for linear in map(_read_linear, list(graph.nodes)) if linear is not None}
     joined = 0
@@ -61,7 +57,7 @@ def join_chains(graph: fx.Graph, reroute: Reroute = list) -> int:
         while (follower := _find_follower(chain, linears, order)) is not None:
             chain.append(linears.pop(follower))
         if len(chain) > 1 and any(linear.adds for linear in chain):
-            _replace(graph, chain, reroute)
+            _replace(graph, chain)
             joined += len(chain)
     graph.eliminate_dead_code()
     return joined
@@ -119,11 +115,11 @@ def _find_follower(
     return after.node if all(order[reader] > order[after.node] for reader in readers if reader in order) else None
 
 
-def _replace(graph: fx.Graph, chain: list[GraphLinear], reroute: Reroute) -> None:
+def _replace(graph: fx.Graph, chain: list[GraphLinear]) -> None:
     last, adding = chain[-1], [linear for linear in chain if linear.adds]
     tensors = [tensor for linear in chain for tensor in linear.tensors]
-    specs = reroute([linear.spec for linear in chain])
-    arguments = (chain[0].node.args[0], adding[0].node.args[1], tensors, format_chain(specs))
+    text = format_chain([linear.spec for linear in chain])
+    arguments = (chain[0].node.args[0], adding[0].node.args[1], tensors, text)
     with graph.inserting_before(last.node):
         both = graph.call_function(ops.chain.default, arguments)
         product, residual_out = (graph.call_function(operator.getitem, (both, i)) for i in range(2))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence, Set
-from functools import lru_cache, partial
+from collections.abc import Set
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,17 @@ from torch import fx
 
 from slidesparse.base import torch_private
 from slidesparse.base.log import log_once
-from slidesparse.gemm.spec import LinearSpec
 from slidesparse.integrations.vllm import LOGGER, private
 from slidesparse.integrations.vllm.fuse_chains import find_linears, join_chains
 from slidesparse.integrations.vllm.fuse_norms import join_norms
-from slidesparse.integrations.vllm.host_bound import keep_one_backend
 from slidesparse.integrations.vllm.model_state import ModelState
 
 InductorPass: Any = private.inductor_pass()
 
 PACKAGE = Path(__file__).parents[2]
 
-SUFFIXES = (".cu", ".cuh", ".json", ".py")
-"""Suffixes of sources and tables that a compiled graph depends on."""
+SUFFIXES = (".cu", ".cuh", ".py")
+"""Suffixes of sources that a compiled graph depends on."""
 
 log = logging.getLogger(LOGGER)
 
@@ -52,12 +50,10 @@ class GraphPass(InductorPass):
 
     Attributes:
         models: The states of the models, in the order of their building.
-        graphed: Tokens of vLLM's largest CUDA graph.
     """
 
     def __init__(self) -> None:
         self.models: list[ModelState] = []
-        self.graphed = 0
 
     def __deepcopy__(self, memo: object) -> GraphPass:
         return self  # vLLM copies its configuration, while layers still write to the states
@@ -72,7 +68,7 @@ class GraphPass(InductorPass):
             log_once("slidesparse: a graph is not changed: its linears belong to no loaded model", log=log)
         elif model.options.fuse:
             joins = join_norms(graph)
-            chained = join_chains(graph, partial(self._keep_one_backend, model))
+            chained = join_chains(graph)
             if joins.linears:
                 log_once(
                     f"slidesparse: a graph of {joins.linears} linears, {chained} of them in chains: {joins.describe()}",
@@ -88,28 +84,16 @@ class GraphPass(InductorPass):
     def uuid(self) -> str:
         """Return a key for caches: the package's sources, and all choices for every model."""
         models = [model.cache_key() for model in self.models]
-        key: str = self.hash_dict({"sources": hash_sources(), "graphed": self.graphed, "models": models})
+        key: str = self.hash_dict({"sources": hash_sources(), "models": models})
         return key
 
-    def _keep_one_backend(self, model: ModelState, linears: Sequence[LinearSpec]) -> Sequence[LinearSpec]:
-        host_us = model.options.host_us
-        routed, last = keep_one_backend(linears, model.speeds, self.graphed, host_us)
-        if routed != list(linears):
-            log_once(
-                f"slidesparse: linears in a row stay on one backend from {self.graphed + 1} to {last} tokens, where the"
-                f" GPU takes less than the host's {host_us:g} us for each (host_us in --additional-config)",
-                log=log,
-            )
-        return routed
 
-
-def install_pass(compilation_config: Any, model: ModelState, graphed: int) -> None:
+def install_pass(compilation_config: Any, model: ModelState) -> None:
     """Add the pass to vLLM's configuration, or a model to the pass that is there; a user's own pass stays."""
     passes = compilation_config.inductor_compile_config
     installed = passes.setdefault(private.POST_PASS, GraphPass())
     if isinstance(installed, GraphPass):
         installed.models.append(model)
-        installed.graphed = graphed
     else:
         log.warning(
             "slidesparse: norms and activations are not fused with linears: another pass has %s", private.POST_PASS

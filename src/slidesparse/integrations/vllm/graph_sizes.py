@@ -101,13 +101,6 @@ def mixed_graphs(compilation_config: Any) -> str:
     return str(compilation_config.cudagraph_mode.mixed_mode())
 
 
-def graphed_tokens(vllm_config: Any) -> int:
-    """Return the tokens of the largest batch that runs in a graph, prompts or not; 0 without graphs."""
-    compilation = vllm_config.compilation_config
-    largest: int = max(compilation.cudagraph_capture_sizes or [0])
-    return largest if mixed_graphs(compilation) != "NONE" else min(largest, decoding_tokens(vllm_config))
-
-
 def decoding_tokens(vllm_config: Any) -> int:
     """Return the tokens of the largest decoding step: one of each sequence, and those of its draft."""
     draft = vllm_config.speculative_config

@@ -12,9 +12,7 @@ import torch
 
 from slidesparse.base.device import mostly_free
 from slidesparse.base.torch_private import can_match_graphs
-from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.integrations import NAME
-from slidesparse.integrations.names import NamedLayer
 from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.options import Options, find_misplaced
 from slidesparse.integrations.vllm.status import ModelStatus
@@ -22,8 +20,6 @@ from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.layer.settle import Chooser
 from slidesparse.tuning.at_load import LoadTuner
-from slidesparse.weights.pattern import DENSE, Pattern
-from slidesparse.weights.support import find_pattern
 
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 """vLLM's environment variable for results that do not depend on the batch."""
@@ -37,8 +33,6 @@ COMPARED = ("dflash", "dspark", "eagle", "eagle3")
 """vLLM's kinds of drafts on hidden states that may have an output embedding of their own."""
 
 MISPLACED = "slidesparse: %s is ignored outside of the key slidesparse in --additional-config: write '%s'"
-
-DENSE_ELSEWHERE = "slidesparse: %s does not satisfy %s: it is taken for %s, which the checkpoint leaves dense"
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 """Types in which 6:8 takes a tenth longer than dense on prompts (results/h100/serve/qwen2.5-7b-bf16.jsonl), so that
@@ -58,12 +52,9 @@ class ModelState:
         warmup: Runs a layer of each kind when it is loaded; None for layers that are built without a model.
         specs: Name of a layer on our operators -> the spec of its weight, as text: everything that a compiled graph
             keeps of the weight (sizes, column order, backends).
-        speeds: Spec -> the times that decided its routes.
         adapters: The engine may put LoRA adapters around layers.
         batch_invariant: Results of a request must not depend on its batch.
         heads_compared: See :func:`compares_heads`.
-        unplaced: Marked layers that vLLM has not built, by name with their patterns: in another stage of a pipeline, or
-            under another name.
         room: Whether there is room for dense copies of :data:`SIXTEEN_BITS`; None: not checked yet.
     """
 
@@ -72,11 +63,9 @@ class ModelState:
     tuner: LoadTuner | None = None
     warmup: WarmUp | None = None
     specs: dict[str, str] = field(default_factory=dict)
-    speeds: dict[str, LayerSpeed] = field(default_factory=dict)
     adapters: bool = False
     batch_invariant: bool = False
     heads_compared: bool = False
-    unplaced: dict[str, Pattern] = field(default_factory=dict)
     room: bool | None = None
 
     @classmethod
@@ -117,37 +106,9 @@ class ModelState:
             fallback = "fastest" if self.room else fallback
         return Chooser(self.options.backend, fallback, self.tuner)
 
-    def pattern_of(self, named: NamedLayer, weight: torch.Tensor, start: int) -> Pattern | None:
-        """Return the pattern of a loaded layer: its marked one, unless the marker may have another name for it.
-
-        vLLM renames some layers of checkpoints: q, k and v of BERT, the mixers of Falcon-H1. Where the marker has names
-        without a layer, the weight decides: its pattern is the tightest one that it satisfies, of theirs and the common
-        one. Every weight satisfies ``dense``, so the log mentions where that decided.
-
-        Args:
-            named: The layer.
-            weight: [out, columns of this rank].
-            start: First column of this rank in the whole weight.
-        """
-        if named.pattern is None or named.is_exception or not self.unplaced:
-            return named.pattern
-        others = {name: pattern for name, pattern in self.unplaced.items() if self._may_be(named.name, name)}
-        pattern = find_pattern(weight, start, {named.pattern, *others.values()}) or named.pattern
-        if pattern == DENSE != named.pattern:
-            dense = next(name for name, other in others.items() if other == DENSE)
-            log.info(DENSE_ELSEWHERE, named.name, named.pattern, dense)
-        return pattern
-
-    def _may_be(self, layer: str, unplaced: str) -> bool:
-        """Return whether a layer may have the marker's name; other stages of a pipeline have other numbers."""
-        numbers = {number_of_layer(layer), number_of_layer(unplaced)}
-        return not self.status.part or None in numbers or len(numbers) == 1
-
     def add_layer(self, name: str, layer: SlideLinear) -> None:
-        """Keep the spec of a packed layer, and the times that decided its routes, if any."""
+        """Keep the spec of a packed layer."""
         self.specs[name] = layer.spec
-        if layer.choice.measured is not None:
-            self.speeds[layer.spec] = layer.choice.measured.of_size(layer.out_features, layer.in_features)
 
     def cache_key(self) -> dict[str, object]:
         """Return all parts of this state that a compiled graph depends on, for JSON."""
@@ -155,17 +116,7 @@ class ModelState:
             "options": asdict(self.options),
             "outcomes": {name: outcome.text for name, outcome in self.status.outcomes.items()},
             "specs": self.specs,
-            "speeds": sorted(map(str, self.speeds.items())),
         }
-
-
-def number_of_layer(name: str) -> int | None:
-    """Return the first number in a layer's name, counted through all stages of a pipeline.
-
-    >>> number_of_layer("model.layers.31.mlp.up_proj")
-    31
-    """
-    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
 
 
 def is_batch_invariant() -> bool:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from slidesparse.errors import InputError
 from slidesparse.integrations import NAME
 from slidesparse.integrations.options import ServerOptions
-from slidesparse.integrations.vllm.host_bound import HOST_US
 
 Graphs = Literal["auto", "vllm"]
 
@@ -23,23 +20,17 @@ class Options(ServerOptions):
     """The options of one engine.
 
     Attributes:
-        host_us: Host time to launch one linear of a chain, in microseconds: see
-            :mod:`slidesparse.integrations.vllm.host_bound`. 0 leaves every linear on its own backend.
         graphs: ``auto`` captures larger CUDA graphs where the host would be slower than the GPU
             (:mod:`slidesparse.integrations.vllm.graph_sizes`), ``vllm`` only vLLM's.
     """
 
-    host_us: float = HOST_US
     graphs: Graphs = "auto"
 
     @classmethod
     def parse(cls, additional_config: object) -> Options:
         """Read vLLM's ``additional_config``, or raise an InputError; without our key, return the defaults."""
         given = additional_config.get(NAME, {}) if isinstance(additional_config, Mapping) else {}
-        options = cls.read(given, OPTION)
-        if not 0 <= options.host_us < math.inf:
-            raise InputError(f"host_us in {OPTION}", got=options.host_us, needed="microseconds, 0 or more")
-        return options
+        return cls.read(given, OPTION)
 
 
 def find_misplaced(additional_config: object) -> dict[str, object]:

@@ -188,8 +188,7 @@ def _settle(layer: Any, named: NamedLayer, in_features: int, model: ModelState) 
     scale = layer.weight_scale.data if hasattr(layer, "weight_scale") else None
     place = getattr(layer, "tp_rank", None), getattr(layer, "tp_size", None)
     start = shard_start(named.name, weight.shape[1], in_features, *place)
-    pattern = model.pattern_of(named, weight, start)
-    settled = settle(weight, scale, pattern, model.chooser_of(weight), start=start, name=named.name)
+    settled = settle(weight, scale, named.pattern, model.chooser_of(weight), start=start, name=named.name)
     give_blocks_back(weight.device)  # memory of the check, before a backend prepares the packed weight
     linear = LoadedLinear.of(weight, settled.choice)
     if isinstance(settled, RunsPacked):

@@ -17,8 +17,8 @@ from slidesparse.integrations.gain import LoadedLinear, describe_gain
 from slidesparse.models.layer_kinds import kind_of
 
 NONE_SPARSE = (
-    "slidesparse: none of the %d layers that could run sparse does (%s): %s is served at dense speed. slidesparse tune"
-    " measures linears, a start experts; backend and experts in --additional-config force them (docs/serving.md)"
+    "slidesparse: none of the %d layers that could run sparse does (%s): %s is served at dense speed. A start"
+    " measures its layers; backend and experts in --additional-config force them (docs/serving.md)"
 )
 NO_PATTERN_HERE = (
     "slidesparse: none of the %d layers in this stage of the pipeline satisfies any pattern: it runs dense"

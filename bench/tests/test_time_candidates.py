@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slidesparse.gemm.autotune import copies_to_rotate, l2_bytes
+from slidesparse.tuning.timing import l2_bytes
+from slidesparse_bench.kernels.time_candidates import copies_to_rotate
 
 H200_L2 = 50 << 20
 

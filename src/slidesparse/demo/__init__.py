@@ -1,1 +1,0 @@
-"""``slidesparse demo``: a real encoder, pruned and proved exact."""
