@@ -132,7 +132,7 @@ def test_a_hub_that_cannot_be_reached(hub: SmallHub, monkeypatch: pytest.MonkeyP
         source_folder("maker/small")
     hub.broken = False
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(CheckpointError, match="cannot be fetched; got .*[Cc]onnection refused"):
+    with pytest.raises(CheckpointError, match=r"cannot be fetched; got .*[Cc]onnection refused"):
         source_folder("maker/small")
     assert time.monotonic() - began < 10
 
