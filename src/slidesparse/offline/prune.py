@@ -143,7 +143,7 @@ def prune_checkpoint(
         warn_of_filled(made)
     size = prepared.n_bytes + files.n_bytes
     if prepared.device.type == "cpu" and (seconds := estimate_seconds(made, prepared.device)) and seconds > 60:
-        LOG.warning("calibrating on a CPU takes %s here", describe_seconds(seconds))
+        LOG.warning("calibrating on a CPU takes %s here, if nothing else runs", describe_seconds(seconds))
     with staged_together(ranks, prepared.destination, checkpoint.path, prepared.record(), size) as work:
         if made.smoothing is not None and made.layers is not None:
             with ranks.first_alone():  # it writes the factors that the others read
