@@ -24,8 +24,8 @@ MAGNITUDE = ["--pattern", "6:8", "--method", "magnitude", "--device", "cpu"]
 
 
 def calibrated(folder: Path, method: str = "sparsegpt", pattern: str = "6:8") -> list[str]:
-    """Eight batches of 1024 tokens."""
-    text = ["--calibration", str(folder / "text.txt"), "--samples", "256", "--length", "32"]
+    """Eight batches of 1024 tokens, which are few, as a line would say."""
+    text = ["--calibration", str(folder / "text.txt"), "--samples", "256", "--length", "32", "--quiet"]
     return ["--pattern", pattern, "--dtype", "int8", "--device", "cpu", "--method", method, *text]
 
 
