@@ -17,8 +17,8 @@ from typing import Any
 from slidesparse.cli import build_parser
 
 SOURCES = ("dense", "sharded", "w8a8", "pruned", "floats", "kept")
-"""Folders of checkpoints: ``floats`` is pruned in a float type, and so is ``kept``, with the work of a run that ended
-early; ``recover`` goes on from there, and that work is damaged in place of the folder."""
+"""Folders of checkpoints: ``floats`` is pruned in a float type, and so is ``kept``, with the work of runs that ended
+early; ``recover`` and ``chats`` go on from there, and that work is damaged in place of the folder."""
 
 COMMANDS = ("inspect", "prune", "eval", "load", "recover", "chats")
 
@@ -178,8 +178,23 @@ def header(folder: Path, rng: random.Random) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
 
 
+SETTINGS: tuple[dict[str, Any], ...] = (
+    *({"num_beams": 4}, {"num_return_sequences": 3, "num_beams": 3}, {"penalty_alpha": 0.6}, {"max_length": 1}),
+    *({"stop_strings": ["a"]}, {"min_length": 50}, {"forced_eos_token_id": 5}, {"bad_words_ids": [[5]]}),
+    *({"eos_token_id": [2, 5]}, {"eos_token_id": list(range(96))}, {"eos_token_id": -1}, {"eos_token_id": [[2]]}),
+    *({"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 3}, {"custom_generate": "../text.txt"}),
+)
+
+
+def generation(folder: Path, rng: random.Random) -> None:
+    """Let generation_config.json steer how a model draws, or where it ends."""
+    path = folder / "generation_config.json"
+    if not path.is_dir() and not path.is_symlink():
+        path.write_text(json.dumps(dict.fromkeys(("temperature", "top_p"), rng.choice(VALUES)) | rng.choice(SETTINGS)))
+
+
 FOLDER_DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
-    one.__name__: one for one in (json_file, nested, header)
+    one.__name__: one for one in (json_file, nested, header, generation)
 }
 
 DAMAGES = (*FILE_DAMAGES, *FOLDER_DAMAGES)
@@ -215,6 +230,8 @@ def write_data(folder: Path, number: int) -> None:
     for path in ("chats.jsonl", "data/data/train-0.jsonl", "data/data/test.jsonl"):
         (folder / path).write_text(text)
     (folder / "data/README.md").write_text("about")
+    if number % 2:
+        (folder / "data/data/train-1.json").write_text(json.dumps(lines))
 
 
 # -- arguments -----------------------------------------------------------------------------------------------------

@@ -108,6 +108,20 @@ def test_wrong_usage_has_a_json_form_too(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["prune", "a", "b", "--patern", "6:8"], "there is no option --patern; did you mean --pattern?"),
+        (["chats", "a", "b", "--cuont=3"], "there is no option --cuont; did you mean --count?"),
+        (["eval", "a", "--nothing-like-it"], "there is no option --nothing-like-it\n"),
+    ],
+)
+def test_a_mistyped_option_is_named(capsys: pytest.CaptureFixture[str], words: list[str], says: str) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("raised", "says"),
     [
         (RuntimeError("tensors\nand more"), "unexpected error; got RuntimeError: tensors; run it again with --verbose"),

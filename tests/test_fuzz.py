@@ -26,7 +26,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import add_tokenizer, by_magnitude, make_checkpoint, make_w8a8, tokens, write_text
+from checkpoints import add_tokenizer, by_magnitude, config_of, make_checkpoint, make_w8a8, tensors, tokens, write_text
 from fuzz_cases import COMMANDS, DAMAGES, SOURCES, Case, command_line, damage, snapshot, write_data
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
@@ -34,8 +34,13 @@ from hypothesis import strategies as st
 import slidesparse
 from slidesparse.cli import main
 from slidesparse.errors import SlideSparseError
+from slidesparse.models.config_keys import MARKER_KEY
+from slidesparse.offline.calibrate.calibration import load_tokenizer
+from slidesparse.offline.calibrate.chats import vocabulary_digest
+from slidesparse.offline.calibrate.texts import document
 from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.recovery.training import Training
+from slidesparse.recovery.writers import TransformersWriter
 
 SECONDS = float(os.environ.get("SLIDESPARSE_FUZZ_SECONDS", "30"))
 FIRST_SEED = int(os.environ.get("SLIDESPARSE_FUZZ_SEED", "0"))
@@ -76,7 +81,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def kept_work(folder: Path) -> None:
-    """Run ``recover`` to its end, ``whole``, and to its second step, whose work is ``kept.partial``."""
+    """Run ``recover`` to its end, ``whole``, and to its second step, whose work is ``kept.partial``.
+
+    The first answer of ``chats`` is kept in ``answers``.
+    """
     (folder / "m").symlink_to("floats")
     (folder / "base").symlink_to("dense")
     assert main(command_line(Case("recover", "floats"), folder)) == 0
@@ -92,6 +100,21 @@ def kept_work(folder: Path) -> None:
         patch.setattr(Training, "_step", interrupted)
         assert main(command_line(Case("recover", "floats"), folder)) == 130
     (folder / "out.partial").rename(folder / "kept.partial")
+    write_data(folder, 0)
+    given = count()
+
+    def answered(*_: Any) -> Any:
+        if next(given):
+            raise KeyboardInterrupt
+        return [[5, 6]]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TransformersWriter, "at_once", 1)
+        patch.setattr(TransformersWriter, "answer", answered)
+        assert main(command_line(Case("chats", "kept"), folder)) == 130
+    (folder / "answers").mkdir()
+    for part in folder.glob("out.*.part"):
+        part.rename(folder / "answers" / part.name)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -141,19 +164,23 @@ def check(case: Case, sources: Path, folder: Path) -> int:
     shutil.copy(sources / "text.txt", folder)
     shutil.copytree(sources / "dense", folder / "base")
     write_data(folder, sum(case.arguments))
-    resumed = case.command == "recover" and case.source == "kept"
-    if resumed:
-        shutil.copytree(sources / "kept.partial", folder / "out.partial")
+    work = {"recover": "kept.partial", "chats": "answers"}.get(case.command) if case.source == "kept" else None
+    if work is not None:
+        shutil.copytree(sources / work, folder / "out.partial")
     for name, number in case.damages:
-        damage(folder / ("out.partial" if resumed else "m"), name, number)
+        damage(folder / ("m" if work is None else "out.partial"), name, number)
+    if work == "answers":
+        for path in (folder / "out.partial").iterdir():
+            path.rename(folder / path.name)
+        (folder / "out.partial").rmdir()
     before = snapshot(folder)
     words = command_line(case, folder)
     with in_time():
         status, out, err = run(words)
     said = f"{words}: {status}\n{out}\n{err}"
     after = snapshot(folder)
-    if resumed:  # whose work grows, and goes
-        before, after = ({name: one for name, one in some.items() if "partial" not in name} for some in (before, after))
+    if work is not None:  # which grows, and goes
+        before, after = ({name: one for name, one in some.items() if ".part" not in name} for some in (before, after))
     assert status in (0, 1, 2), said
     assert "Traceback" not in err, said
     assert "unexpected error" not in err, said
@@ -178,7 +205,9 @@ def verify(case: Case, words: list[str], folder: Path, sources: Path) -> None:
         assert_success(["inspect", words[2]])
         logits_of(Path(words[2]))
     if case.command == "recover":
-        assert bool(logits_of(Path(words[2])).isfinite().all())
+        assert all(bool(one.isfinite().all()) for one in tensors(Path(words[2])).values())
+        if config_of(Path(words[2])).get(MARKER_KEY) is not None:  # a pattern without a marker is trained, too
+            assert bool(logits_of(Path(words[2])).isfinite().all())
         text = (Path(words[2]) / "recover.json").read_text()
         assert str(folder) not in text
         assert "NaN" not in text
@@ -187,7 +216,11 @@ def verify(case: Case, words: list[str], folder: Path, sources: Path) -> None:
             assert same[0] == same[1]
     if case.command == "chats":
         lines = Path(words[2]).read_bytes().splitlines()
-        assert all(json.loads(line)["messages"][-1]["role"] == "assistant" for line in lines)
+        chats = [json.loads(line) for line in lines]
+        assert all(chat["messages"][-1]["role"] == "assistant" for chat in chats)
+        vocabulary = vocabulary_digest(load_tokenizer(folder / "m"))
+        assert all(document("chat", chat).has_tokens_of(vocabulary) for chat in chats)
+        assert case != Case("chats", "kept") or chats[0]["tokens"][-2:] == [5, 6]  # which was kept
     if case.command == "load":
         logits_of(folder / "m")
 

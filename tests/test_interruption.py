@@ -13,7 +13,9 @@ import pytest
 from checkpoints import make_checkpoint, prune_words
 
 import slidesparse.offline.info
-from slidesparse.cli import main
+from slidesparse.cli import failure, main
+from slidesparse.errors import CheckpointError
+from slidesparse.files.staging import Workplace
 from slidesparse.offline import execute
 
 WORDS = [("SIGINT", "interrupted"), ("SIGTERM", "terminated"), ("SIGHUP", "hung up")]
@@ -137,3 +139,40 @@ def test_prune_says_what_is_kept(
     assert list((tmp_path / "s.partial").rglob("*.tmp")) == []
     assert main(command) == 0
     assert "taken over from an interrupted run" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call", "status"),
+    [
+        (Workplace, "files", 1, 143),  # for the line
+        (Workplace, "files", 2, 143),  # before the folder is left
+        (failure, "is_first_to_fail", 1, 1),
+    ],
+)
+def test_a_signal_while_an_error_ends_a_command_takes_no_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    owner: Any, name: str, call: int, status: int,
+) -> None:  # fmt: skip
+    make_checkpoint(tmp_path / "m", shard_size="60KB")
+    write, original, shards, calls = execute.write_shard, getattr(owner, name), [], []
+
+    def third(path: Path, *rest: Any) -> dict[str, str]:
+        shards.append(path)
+        if len(shards) == 3:
+            raise CheckpointError("wrong")
+        return write(path, *rest)
+
+    def terminated(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*given)
+
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(execute, "write_shard", third)
+        patch.setattr(owner, name, terminated)
+        assert main(prune_words(tmp_path / "m", tmp_path / "s", "--dtype", "int8")) == status
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path}/s.partial keeps 2 finished files" in line
+    assert "the same command goes on from there" in line

@@ -22,18 +22,30 @@ UNFINISHED = (":", ",", " or", " and")
 def first_line(error: BaseException) -> str:
     r"""Return the kind and the first line of another library's error, for one of our messages.
 
-    A line that ends in one of :data:`UNFINISHED` goes on in the next one.
+    A line that ends in one of :data:`UNFINISHED` goes on in the next one. The innermost cause follows, if it says more.
 
     >>> first_line(ValueError("field 'a':\n    is no number\nsee the docs"))
     "ValueError: field 'a': is no number"
     >>> first_line(ValueError("one of:\n(1) a file,\n(2) a folder or\n(3) a name.\nInstall something."))
     'ValueError: one of: (1) a file, (2) a folder or (3) a name.'
+    >>> outer = OSError("cannot connect")
+    >>> outer.__cause__ = TimeoutError("no answer in 10 s")
+    >>> first_line(outer)
+    'OSError: cannot connect (because of TimeoutError: no answer in 10 s)'
     """
+    inner, said = error, _kind_and_line(error)
+    for _ in range(9):  # an error may be its own cause
+        inner = inner.__cause__ or inner
+    why = _kind_and_line(inner)
+    return said if why.partition(": ")[2] in said else f"{said[: LONGEST // 2]} (because of {why})"[:LONGEST]
+
+
+def _kind_and_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     first = lines[:1]
     while first and first[-1].endswith(UNFINISHED) and len(first) < len(lines):
         first.append(lines[len(first)])
-    return f"{type(error).__name__}: {' '.join(first)}"[:LONGEST]
+    return f"{type(error).__name__}: {' '.join(first)}".removesuffix(": ")[:LONGEST]
 
 
 def system_words(error: OSError) -> str:

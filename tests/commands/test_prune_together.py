@@ -24,8 +24,8 @@ MAGNITUDE = ["--pattern", "6:8", "--method", "magnitude", "--device", "cpu"]
 
 
 def calibrated(folder: Path, method: str = "sparsegpt", pattern: str = "6:8") -> list[str]:
-    """Eight batches of 1024 tokens."""
-    text = ["--calibration", str(folder / "text.txt"), "--samples", "256", "--length", "32"]
+    """Eight batches of 1024 tokens, which are few, as a line would say."""
+    text = ["--calibration", str(folder / "text.txt"), "--samples", "256", "--length", "32", "--quiet"]
     return ["--pattern", pattern, "--dtype", "int8", "--device", "cpu", "--method", method, *text]
 
 
@@ -151,9 +151,8 @@ def test_a_process_killed_in_calibration_loses_nothing(
     assert has_failed(ended[0])
     assert ended[1].status == -9
     (line,) = lines(ended)
-    if line != "slidesparse: terminated":  # the signal came where no more could be said
-        assert "keeps 2 finished files" in line  # what is smoothed, and a layer
-        assert "the same command goes on from there" in line
+    assert "keeps 2 finished files" in line  # what is smoothed, and a layer
+    assert "the same command goes on from there" in line
     assert not (tmp_path / "s.partial/failed").exists()  # another command does not replace the layer
     ended = prune(tmp_path, source, 4, options)
     assert {one.status for one in ended} == {0}

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 import slidesparse
 from slidesparse.errors import CheckpointError
-from slidesparse.offline import execute
 from slidesparse.offline.calibrate.calibration import Calibration
 from slidesparse.offline.prune import PruneOptions, prune_checkpoint
+from slidesparse.recovery.own_chats import ChatOptions, write_chats
 from slidesparse.weights.quant import loadable, quantize_weight
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -25,19 +25,27 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
     ("tensor", "value"),
     [("model.norm.weight", "inf"), ("model.embed_tokens.weight", "nan"), ("lm_head.weight", "-inf"), (DOWN, "nan")],
 )
-def test_they_are_found_before_calibration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensor: str, value: str
-) -> None:
-    monkeypatch.setattr(execute, "prune_layers_from_disk", lambda *_, **__: pytest.fail("it was calibrated"))
+def test_they_are_found_before_a_text_is_cut(tmp_path: Path, tensor: str, value: str) -> None:
     make_checkpoint(tmp_path / "m")
     add_tokenizer(tmp_path / "m")
     weights = load_file(tmp_path / "m/model.safetensors")
     weights[tensor][3] = float(value)
     save_file(weights, tmp_path / "m/model.safetensors", {"format": "pt"})
-    text = Calibration(str(write_text(tmp_path / "text.txt")), samples=2, length=16)
+    too_short = Calibration(str(write_text(tmp_path / "text.txt", words=1)))
     with pytest.raises(CheckpointError, match=f"{tensor} holds NaN or Inf"):
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "bf16", "wanda", text))
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "bf16", "wanda", too_short))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "text.txt"]
+
+
+def test_a_model_with_nan_writes_no_chats(tmp_path: Path) -> None:
+    model: Any = make_checkpoint(tmp_path / "m")
+    add_tokenizer(tmp_path / "m")
+    model.model.norm.weight.data[3] = float("nan")
+    model.save_pretrained(tmp_path / "m")
+    (tmp_path / "m/chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(CheckpointError, match=r"norm\.weight holds NaN or Inf"):
+        write_chats(tmp_path / "m", tmp_path / "chats.jsonl", ChatOptions(1), "cpu")
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
 @pytest.mark.parametrize("rounding", ["absmax", "6bit"])

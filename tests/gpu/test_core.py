@@ -7,15 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import by_magnitude, make_checkpoint, tokens
+from gpu_products import packed_weight
 from torch import nn
 
 import slidesparse
 from slidesparse import ops
+from slidesparse.gemm import Problem, get_backend
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.lifting.layout import ColumnOrder
 from slidesparse.offline.prune import prune_checkpoint
 from slidesparse.pruning import prune_mask
 from slidesparse.weights.packed import pack_by
+from slidesparse.weights.pattern import Pattern
 from slidesparse.weights.quant import quantize_rows
 from slidesparse.weights.slide import gather
 from slidesparse.weights.support import as_bits
@@ -85,3 +88,20 @@ def test_every_pattern_on_the_gpu(pattern: str, dtype: torch.dtype) -> None:
             expected = quantize_rows(x, dtype)
             assert torch.equal(scale, expected.scale)
             assert torch.equal(as_bits(values), as_bits(gather(expected.values, column_map)))
+
+
+@pytest.mark.parametrize(("backend", "pattern"), [("hopper", "6:8"), ("cusparselt", "2:4")])
+def test_more_than_2_31_outputs(backend: str, pattern: str) -> None:
+    m, out, columns = 65536, 37888, 64
+    problem = Problem(Pattern.parse(pattern), torch.int8, out, columns, torch.device("cuda"))
+    if (why := get_backend(backend).why_not(problem)) is not None:
+        pytest.skip(why)
+    needed = m * out * 6 + (4 << 30)  # sums of 32 bits, of cuSPARSELt, and the result
+    if torch.cuda.mem_get_info()[0] < needed:
+        pytest.skip(f"needs {needed >> 30} GiB of GPU memory")
+    packed = packed_weight(torch.int8, pattern, out, columns)
+    layer, reference = (SlideLinear(packed, backend=name, fallback="none") for name in (backend, "reference"))
+    x = torch.randn(m, columns, dtype=torch.bfloat16, device="cuda")
+    y = layer(x)
+    for start in (0, 28340, 56680, m - 64):  # 2^31 / out = 56680 is where 32 bits end
+        assert torch.equal(y[start : start + 64], reference(x[start : start + 64]))

@@ -379,6 +379,26 @@ def test_recover_and_prune_take_them(model: Path, tmp_path: Path, monkeypatch: A
     assert main([*words, "--prompts", "x", "--json"]) == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["prune", "--pattern", "2:4"], "destination {} exists"),
+        (["recover", "--dense", "{}", "--tokens", "10"], "is not pruned"),  # before what is wrong with its options
+    ],
+)
+def test_what_cannot_be_done_is_said_before_chats_are_written(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, words: list[str], says: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = tmp_path / "made"
+    if words[0] == "prune":
+        made.mkdir()
+    command = [words[0], str(model / "base"), str(made), *(word.format(model / "base") for word in words[1:])]
+    assert main([*command, "--self-chats", "2", "--device", "cpu"]) == 1
+    assert says.format(made) in capsys.readouterr().err
+    assert not (tmp_path / "cache/slidesparse/chats").exists()
+
+
 def test_prompts_are_of_many_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "package"
     folder.mkdir()

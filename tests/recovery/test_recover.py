@@ -576,6 +576,7 @@ def test_models_and_texts_that_cannot_be_used(pair: Path, tmp_path: Path) -> Non
     refused(pair, "is pruned itself; needed the model before pruning", CheckpointError, dense=pair / "pruned")
     refused(pair, "--window; got 4096 tokens; needed at most 2048", window=4096, batch=8192, tokens=8192)
     refused(pair, "is quantised; needed weights in a float type", CheckpointError, pruned=tmp_path / "int8")
+    refused(pair, "--tokens; got 100; needed 256 or more, those of a step", tokens=100)
     said = r"short.txt is too short; got 11 tokens, 0 windows of 32; needed two windows"
     refused(pair, said, texts=(str(tmp_path / "short.txt"),))
 
@@ -585,7 +586,6 @@ def test_models_and_texts_that_cannot_be_used(pair: Path, tmp_path: Path) -> Non
     [
         ({"texts": ()}, "nothing to train on"),
         ({"tokens": None}, "the budget; needed tokens or minutes"),
-        ({"tokens": 100}, "--tokens; got 100; needed 256 or more, those of a step"),
         ({"rounding": "6bit"}, "--rounding 6bit; got --dtype None"),
         *(({name: value}, f"--{name}; got") for name, value in (("window", 1), ("lr", -1.0), ("batch", 16))),
         *(({name: value}, f"--{name}; got") for name, value in (("tokens", 10**16), ("lr", 1e9), ("batch", 1 << 60))),

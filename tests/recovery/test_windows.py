@@ -79,6 +79,16 @@ def test_work_is_linear_in_the_steps() -> None:
     assert resumed.step(3, 8)[:, 0].tolist() == seen[24:32]  # and back
 
 
+def test_few_tokens_to_calibrate_on_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a long text, too, where it is the options that take few."""
+    write_text(tmp_path / "text.txt", 4000)
+    add_tokenizer(tmp_path / "m")
+    for samples, said in ((64, ["1024 tokens are few to calibrate on: 16384 and more lose less"]), (1024, [])):
+        caplog.clear()
+        calibration_windows(tmp_path / "m", CONFIG, Calibration(str(tmp_path / "text.txt"), samples, 16))
+        assert [one.getMessage() for one in caplog.records] == said
+
+
 def test_windows_begin_with_what_the_tokenizer_puts_before_a_text(tmp_path: Path) -> None:
     write_text(tmp_path / "text.txt", 200)
     for name in ("bos", "plain"):

@@ -62,6 +62,7 @@ def _answer(words: list[str], signals: Signals) -> int:
     except Exception as error:
         if signals.received is not None:  # which a library has turned into another error
             raise signals.received from error
+        signals.reporting = True
         from slidesparse.cli.failure import drop_output, report
 
         if isinstance(error, BrokenPipeError):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from difflib import get_close_matches
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
@@ -19,9 +21,19 @@ Options: TypeAlias = "argparse.ArgumentParser | argparse._ArgumentGroup"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports wrong usage in JSON too (``as_json``)."""
+    """A parser that names mistyped options, and reports wrong usage in JSON too (``as_json``)."""
 
     as_json = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse words as argparse does, which would rather name what a mistyped option leaves missing."""
+        known = [*self._option_string_actions]
+        words = takewhile("--".__ne__, () if self._subparsers else args or ())
+        for name in (word.partition("=")[0] for word in words if word.startswith("--")):
+            if not any(one.startswith(name) for one in known):
+                nearest = [f"; did you mean {one}?" for one in get_close_matches(name, known, 1)]
+                self.error("".join([f"there is no option {name}", *nearest]))
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Report wrong usage, and exit with status 2."""

@@ -46,14 +46,14 @@ def add_own_chats(parser: Options, model: str) -> None:
 
 def planned_chats(options: argparse.Namespace) -> list[str]:
     """Return a stand-in for the file of :func:`own_chats_of`, to check options with."""
+    if options.own_chats is None and options.prompts is not None:
+        raise InputError("options without effect", got="--prompts without --self-chats", needed="--self-chats N")
     return ["own chats"] if options.own_chats else []
 
 
 def own_chats_of(options: argparse.Namespace, model: Path, device: str, ranks: Ranks) -> list[str]:
     """Let a model write the chats of the options, and return their file; none where there are none."""
     if options.own_chats is None:
-        if options.prompts is not None:
-            raise InputError("options without effect", got="--prompts without --self-chats", needed="--self-chats N")
         return []
     from slidesparse.recovery.own_chats import ChatOptions, kept_chats
 

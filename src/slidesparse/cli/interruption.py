@@ -14,6 +14,8 @@ import time
 from types import FrameType
 from typing import Any
 
+from slidesparse.errors import SlideSparseError
+
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 
 PATIENCE = 1.0
@@ -29,9 +31,10 @@ class Interrupted(KeyboardInterrupt):
 
 
 def describe(error: KeyboardInterrupt) -> str:
-    """Describe an interruption, and kept files, in one line."""
+    """Describe an interruption, and kept files or the error that was ending the command already, in one line."""
     word = WORDS[signal.Signals(error.number)] if isinstance(error, Interrupted) else WORDS[signal.SIGINT]
-    return "; ".join([word, *map(str, error.args)])
+    ending = error.__context__ if error.__cause__ is None and isinstance(error.__context__, SlideSparseError) else None
+    return "; ".join([word, *map(str, error.args or filter(None, [ending]))])
 
 
 class Signals:
@@ -42,12 +45,14 @@ class Signals:
 
     Attributes:
         received: The exception of the first signal, or None.
+        reporting: Whether an error is being reported, which a first signal lets end.
         status: Exit status of the process, once it is known.
     """
 
     def __init__(self, *, to_the_end: bool) -> None:
         self.to_the_end, self.status = to_the_end, 0
         self.received: Interrupted | None = None
+        self.reporting = False
         self.at, self.process = 0.0, os.getpid()
         self.before: dict[int, Any] = {}
 
@@ -80,6 +85,8 @@ class Signals:
             return
         if self.received is None:
             self.received, self.at = Interrupted(number), time.monotonic()
+            if self.reporting:
+                return
             raise self.received
         if time.monotonic() - self.at > PATIENCE:
             self._leave_now()

@@ -73,6 +73,7 @@ def add_prune(commands: Commands) -> None:
 
 
 def _prune(options: argparse.Namespace, ranks: Ranks) -> int:
+    from slidesparse.files.staging import new_folder
     from slidesparse.offline.dry_run import dry_run
     from slidesparse.offline.prune import prune_checkpoint
     from slidesparse.offline.prune_options import PruneOptions, check_options
@@ -93,6 +94,8 @@ def _prune(options: argparse.Namespace, ranks: Ranks) -> int:
     with ranks.first_alone(of_machine=True):
         source = source_of(options)
     device = own_device(ranks, device_of(options))
+    if options.own_chats:
+        new_folder(options.destination, source)  # before chats are written
     if own := own_chats_of(options, source, device, ranks):
         wanted = replace(wanted, calibration=calibration_of(options, own))
     summary: DryRun | PruneSummary

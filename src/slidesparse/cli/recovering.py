@@ -75,18 +75,18 @@ def _recover(options: argparse.Namespace, ranks: Ranks) -> int:
         pruned = source_of(options)
     device = own_device(ranks, device_of(options))
 
-    def wanted(own: list[str]) -> RecoverOptions:
-        return RecoverOptions(
-            texts=(*options.text, *own),
-            tokens=None if options.tokens is None else parse_amount(options.tokens),
-            batch=parse_amount(options.batch, "--batch"),
-            bos=not options.no_bos,
-            **{name: getattr(options, name) for name in SAME},
-        )
+    wanted = RecoverOptions(
+        texts=(*options.text, *planned_chats(options)),
+        tokens=None if options.tokens is None else parse_amount(options.tokens),
+        batch=parse_amount(options.batch, "--batch"),
+        bos=not options.no_bos,
+        **{name: getattr(options, name) for name in SAME},
+    )
 
-    wanted(planned_chats(options))  # wrong options are refused before chats are written
-    own = own_chats_of(options, dense, device, ranks)
-    result = recover(pruned, dense, options.destination, wanted(own), device=device, ranks=ranks)
+    def texts() -> list[str]:
+        return [*options.text, *own_chats_of(options, dense, device, ranks)]
+
+    result = recover(pruned, dense, options.destination, wanted, device=device, ranks=ranks, texts=texts)
     if ranks.is_first:
         print_outcome(options, result)
     return 0

@@ -84,7 +84,7 @@ def _fetched(repository: str, revision: str | None) -> Path:
             try:
                 found = Path(hub.snapshot_download(repository, **wanted, **how))
             except utils.LocalEntryNotFoundError:
-                raise error from None  # whose words are of the network
+                raise error from error.__cause__  # whose words are of the network
             LOG.warning("%s is read from the cache, without what is not there: %s", repository, first_line(error))
             return found
 

@@ -325,20 +325,28 @@ def _with_what_is_kept(work: Workplace, destination: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if destination.exists():  # complete
+        try:
+            _mention_what_is_kept(error, work, destination)
+        except KeyboardInterrupt as signal:  # a signal that came meanwhile, and ends the run in place of the error
+            _mention_what_is_kept(signal, work, destination)
             raise
-        kept = _what_is_kept(work)
-        if isinstance(error, KeyboardInterrupt):
-            line = f"{kept}, and the same command goes on from there" if kept else f"nothing of {destination} was kept"
-            error.args = (line,)
-        elif kept and isinstance(error, LostRank):
-            error.args = (f"{error}; {kept}: the same command goes on from there",)
-        elif kept and isinstance(error, SlideSparseError):
-            after = "once that is mended, the same command goes on from there, and another one begins anew"
-            error.args = (f"{error}; {kept}: {after}",)
-        if kept and isinstance(error, Exception) and not isinstance(error, OSError | LostRank):
-            replace_file(work.path / FAILED, f"{error}\n".encode("utf-8", "backslashreplace"))
         raise
+
+
+def _mention_what_is_kept(error: BaseException, work: Workplace, destination: Path) -> None:
+    if destination.exists():  # complete
+        return
+    kept = _what_is_kept(work)
+    if isinstance(error, KeyboardInterrupt):
+        line = f"{kept}, and the same command goes on from there" if kept else f"nothing of {destination} was kept"
+        error.args = (line,)
+    elif kept and isinstance(error, LostRank):
+        error.args = (f"{error}; {kept}: the same command goes on from there",)
+    elif kept and isinstance(error, SlideSparseError):
+        after = "once that is mended, the same command goes on from there, and another one begins anew"
+        error.args = (f"{error}; {kept}: {after}",)
+    if kept and isinstance(error, Exception) and not isinstance(error, OSError | LostRank):
+        replace_file(work.path / FAILED, f"{error}\n".encode("utf-8", "backslashreplace"))
 
 
 def _clear(partial: Path) -> None:

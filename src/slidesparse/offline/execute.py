@@ -23,6 +23,7 @@ from slidesparse.files.staging import Workplace
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.offline.calibrate.layer_store import PrunedLayers, prune_layers_from_disk
 from slidesparse.offline.plan import Plan
+from slidesparse.offline.source import Source
 from slidesparse.offline.storage import TensorJob
 from slidesparse.pruning import Linears, get_pruner
 from slidesparse.weights.pattern import DENSE
@@ -84,10 +85,10 @@ class Weights:
         return weight if job.expert is None else job.expert.matrix(weight)
 
 
-def require_finite(plan: Plan, progress: bool | None) -> None:
-    """Refuse NaN and Inf in any used tensor, before hours of calibration."""
-    checkpoint = plan.source.checkpoint
-    sizes = {name: checkpoint.stored(name).n_bytes for name in sorted(plan.source.meta.names.used)}
+def require_finite(source: Source, progress: bool | None = None) -> None:
+    """Refuse NaN and Inf in any used tensor, before a text is cut and hours of calibration."""
+    checkpoint = source.checkpoint
+    sizes = {name: checkpoint.stored(name).n_bytes for name in sorted(source.meta.names.used)}
     with progress_bar("check", sum(sizes.values()), show=progress) as advance:
         for name, n_bytes in sizes.items():
             check_finite(checkpoint.tensor(name), name)

@@ -1,11 +1,11 @@
-"""The plan of ``slidesparse prune`` for each tensor of a checkpoint, made before any weight is read.
+"""The plan of ``slidesparse prune`` for each tensor of a checkpoint, made without weights.
 
 A plan is data: a dry run prints it, and :func:`slidesparse.offline.execute.execute` changes nothing of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,8 +68,8 @@ class Plan:
         }
 
 
-def plan(checkpoint: Checkpoint, options: PruneOptions) -> Plan:
-    """Plan the treatment of each tensor of a checkpoint.
+def plan(checkpoint: Checkpoint, options: PruneOptions, look: Callable[[Source], None] = lambda _: None) -> Plan:
+    """Plan the treatment of each tensor of a checkpoint; ``look`` may refuse the weights before a text is cut.
 
     Raises:
         CheckpointError: The source cannot be used.
@@ -98,7 +98,7 @@ def plan(checkpoint: Checkpoint, options: PruneOptions) -> Plan:
         for shard, tensors in checkpoint.shards.items()
     }
     config = new_config(source, storage, storage.common, treated, jobs)
-    layers = _layers(source, options, storage, treated, patterns)
+    layers = _layers(source, options, storage, treated, patterns, look)
     smoothing = plan_smoothing(source, options, storage, layers)
     return Plan(source, options, storage, treated, patterns, shards, config, layers, smoothing)
 
@@ -127,8 +127,9 @@ def _patterns(source: Source, options: PruneOptions, treated: list[str]) -> dict
 
 
 def _layers(
-    source: Source, options: PruneOptions, storage: Storage, treated: Treated, patterns: Mapping[str, Pattern]
-) -> LayersToPrune | None:
+    source: Source, options: PruneOptions, storage: Storage, treated: Treated, patterns: Mapping[str, Pattern],
+    look: Callable[[Source], None],
+) -> LayersToPrune | None:  # fmt: skip
     """Return the layers to prune or round with a calibration text; None without one.
 
     Dense linears outside of the layers need no text, and are left out.
@@ -140,7 +141,6 @@ def _layers(
     inside = f"{find_layer_list(model, pruned or linears).name}."
     here = {name: patterns[name] for name in linears if patterns[name] != DENSE or name.startswith(inside)}
     require_single_passes(model, find_layer_list(model, here), source.run)
-    windows = calibration_windows(source.checkpoint.path, getattr(model, "config", None), options.calibration)
     pruner = get_pruner(options.method)
     rounder = rounder_after(pruner, storage.dtype, storage.weight_rounding) if storage.rounds else None
     six_bits = rounder is not None and storage.rounding_of(DENSE) == "6bit"  # for eight a text gains nothing
@@ -155,6 +155,8 @@ def _layers(
         )
     coupled = {name: linears[name] for name in here if name in changed}
     sets = sets_to_prune(model, coupled, changed, pruner, source.run)
+    look(source)
+    windows = calibration_windows(source.checkpoint.path, getattr(model, "config", None), options.calibration)
     return LayersToPrune(
         windows=windows,
         pruner=pruner,

@@ -6,8 +6,9 @@ The output is described in :mod:`slidesparse.checkpoints.marker`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from slidesparse.offline.model_card import write_card
 from slidesparse.offline.outcome import PruneSummary
 from slidesparse.offline.plan import Plan, plan
 from slidesparse.offline.prune_options import PruneOptions, check_options, require_one_process
+from slidesparse.offline.source import Source
 from slidesparse.weights.pattern import DENSE
 from slidesparse.weights.quant import dtype_name
 
@@ -101,15 +103,16 @@ class Prepared:
 
 
 def prepare(
-    source: str | Path, destination: str | Path, options: PruneOptions, device: str | torch.device, links: Links
-) -> Prepared:
-    """Check the arguments of :func:`prune_checkpoint` and plan it, before anything is written."""
+    source: str | Path, destination: str | Path, options: PruneOptions, device: str | torch.device, links: Links,
+    look: Callable[[Source], None] = lambda _: None,
+) -> Prepared:  # fmt: skip
+    """Check the arguments of :func:`prune_checkpoint` and plan it (``look``), before anything is written."""
     check_options(options)
     where = usable_device(device)
     checkpoint = Checkpoint(usable_path(source, "source"))
     destination = new_folder(usable_path(destination, "destination"), checkpoint.path)
     files = survey(checkpoint.path, {"config.json", INDEX_FILE, *checkpoint.shards}, links)
-    return Prepared(plan(checkpoint, options), destination, files, where)
+    return Prepared(plan(checkpoint, options, look), destination, files, where)
 
 
 def prune_checkpoint(
@@ -133,16 +136,14 @@ def prune_checkpoint(
         UnsupportedError: There is no such device here.
     """
     require_one_process(options, ranks.world)
-    prepared = prepare(source, destination, options, device, links)
+    prepared = prepare(source, destination, options, device, links, partial(require_finite, progress=progress))
     made, checkpoint = prepared.plan, prepared.plan.source.checkpoint
     files, source_card = prepared.files.set_aside(CARD, "source")
-    if made.layers is not None:
-        require_finite(made, progress)
     if made.source.marker is not None and ranks.is_first:
         warn_of_filled(made)
     size = prepared.n_bytes + files.n_bytes
     if prepared.device.type == "cpu" and (seconds := estimate_seconds(made, prepared.device)) and seconds > 60:
-        LOG.warning("calibrating on a CPU takes %s here", describe_seconds(seconds))
+        LOG.warning("calibrating on a CPU takes %s here, if nothing else runs", describe_seconds(seconds))
     with staged_together(ranks, prepared.destination, checkpoint.path, prepared.record(), size) as work:
         if made.smoothing is not None and made.layers is not None:
             with ranks.first_alone():  # it writes the factors that the others read

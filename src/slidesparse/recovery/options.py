@@ -96,9 +96,6 @@ class RecoverOptions:
                 raise InputError(_option(name), got=value, needed=f"a number above 0, at most {MOST:g}")
         if self.batch < self.window:
             raise InputError("--batch", got=self.batch, needed=f"{self.window} tokens or more, those of a window")
-        if self.tokens is not None and self.tokens < self.step_tokens:
-            needed = f"{self.step_tokens} or more, those of a step"
-            raise InputError("--tokens", got=self.tokens, needed=needed, remedy="use a smaller --batch")
         choices = {"train": Trained, "gradient_checkpointing": GradientCheckpointing, "rounding": Rounding}
         known = {name: get_args(kind) for name, kind in choices.items()} | {"dtype": QUANT_NAMES}
         for name, words in known.items():

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,11 +53,13 @@ def recover(
     *,
     device: str | torch.device = "cpu",
     ranks: Ranks = ALONE,
+    texts: Callable[[], Sequence[str]] | None = None,
 ) -> Recovery:
     """Train a pruned checkpoint toward the dense model it came from, into a new folder.
 
-    Processes that torchrun started call this together, with equal arguments but for the device. Arguments and errors
-    are those of :func:`slidesparse.recover`.
+    ``texts``, called once all else is checked, returns those of the options, of which a model may write some. Processes
+    that torchrun started call this together, with equal arguments but for the device. Arguments and errors are those of
+    :func:`slidesparse.recover`.
     """
     where = usable_device(device)
     pair = Pair(usable_path(pruned, "pruned checkpoint"), usable_path(dense, "dense checkpoint"), options)
@@ -67,6 +69,7 @@ def recover(
     if ranks.is_first:
         pair.warn_of_another_teacher()
     _check_windows(pair, options, ranks)
+    options = options if texts is None else replace(options, texts=tuple(texts()))
     compiled = pair.compilable and compiles(where)
     files = survey(pair.pruned.path, {"config.json", INDEX_FILE, RECORD, *pair.pruned.shards}, links=None)
     lr = options.lr or default_lr(text_config(pair.student.model.config).hidden_size)
@@ -106,10 +109,13 @@ def recover(
 
 
 def _check_windows(pair: Pair, options: RecoverOptions, ranks: Ranks) -> None:
-    """Raise an InputError for windows that do not divide among the processes, or are too long for the model."""
+    """Raise an InputError for windows that the processes, the budget or the model's positions cannot take."""
     if options.windows % ranks.world:
         remedy = f"use --batch {-(-options.windows // ranks.world) * ranks.world * options.window}"
         raise InputError("windows of a step", got=options.windows, needed=f"a multiple of {ranks.world}", remedy=remedy)
+    if options.tokens is not None and options.tokens < options.step_tokens:
+        needed = f"{options.step_tokens} or more, those of a step"
+        raise InputError("--tokens", got=options.tokens, needed=needed, remedy="use a smaller --batch")
     if options.window > (most := positions(pair.student.model.config, options.window)):
         raise InputError("--window", got=f"{options.window} tokens", needed=f"at most {most}, the model's positions")
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from slidesparse.base.other_libraries import LOCAL, need, other_library
+from slidesparse.checkpoints.check_tensors import check_finite
 from slidesparse.checkpoints.checkpoint import GENERATION_FILE, Checkpoint
 from slidesparse.checkpoints.meta_model import model_class
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
@@ -85,6 +86,8 @@ class TransformersWriter:
                 self.model: Any = load(str(model), config=config, dtype=dtype, **LOCAL).to(device).eval()
         except Exception as error:  # a broken checkpoint can raise anything
             raise CheckpointError(f"transformers cannot load {model}", got=first_line(error)) from error
+        for name, parameter in self.model.named_parameters():
+            check_finite(parameter.detach(), name)
         self.ends = list(ends)
         usual = {"do_sample": True, "top_k": 0, "top_p": 1.0, "pad_token_id": 0, **SAMPLING}
         settings = need("transformers").GenerationConfig

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from slidesparse.base.cache_folder import cache_folder
+from slidesparse.base.other_libraries import need
 from slidesparse.base.whole_file import replace_file
-from slidesparse.errors import UnsupportedError
+from slidesparse.errors import UnsupportedError, first_line
 from slidesparse.gemm.hopper.tiles import Tile
 
 FOLDER = Path(__file__).with_name("csrc")
@@ -135,11 +136,7 @@ def _write(path: Path, code: bytes) -> None:
 
 @lru_cache(maxsize=1)
 def _nvrtc() -> Any:
-    try:
-        from cuda.bindings import nvrtc
-    except ImportError:
-        raise UnsupportedError("cuda-bindings is not installed", remedy="pip install cuda-bindings") from None
-    return nvrtc
+    return need("cuda.bindings.nvrtc", "pip install cuda-bindings", what="cuda-bindings is not installed")
 
 
 @lru_cache(maxsize=1)
@@ -152,8 +149,9 @@ def nvrtc_version() -> tuple[int, int]:
     nvrtc = _nvrtc()
     try:
         status, major, minor = nvrtc.nvrtcVersion()
-    except (RuntimeError, OSError):
-        raise UnsupportedError("NVRTC cannot be loaded", remedy="pip install nvidia-cuda-nvrtc") from None
+    except (RuntimeError, OSError) as error:
+        remedy = "pip install nvidia-cuda-nvrtc"
+        raise UnsupportedError("NVRTC cannot be loaded", got=first_line(error), remedy=remedy) from error
     _check(int(status), "nvrtcVersion")
     if major < 12:
         raise UnsupportedError("NVRTC is too old for Hopper", got=f"{major}.{minor}", needed="12.0 or newer")

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from slidesparse.errors import UnsupportedError
+from slidesparse.base.other_libraries import need
+from slidesparse.errors import UnsupportedError, first_line
 from slidesparse.gemm.hopper.compile import cubin
 from slidesparse.gemm.hopper.tiles import Tile
 
@@ -172,19 +173,16 @@ def driver_version() -> int:
     driver = _driver()
     try:
         status, version = driver.cuDriverGetVersion()
-    except RuntimeError:
-        raise UnsupportedError("the CUDA driver cannot be loaded", remedy="install the NVIDIA driver") from None
+    except RuntimeError as error:
+        what, remedy = "the CUDA driver cannot be loaded", "install the NVIDIA driver"
+        raise UnsupportedError(what, got=first_line(error), remedy=remedy) from error
     _check(status, "cuDriverGetVersion")
     return int(version) // 1000
 
 
 @lru_cache(maxsize=1)
 def _driver() -> Any:
-    try:
-        from cuda.bindings import driver
-    except ImportError:
-        raise UnsupportedError("cuda-bindings is not installed", remedy="pip install cuda-bindings") from None
-    return driver
+    return need("cuda.bindings.driver", "pip install cuda-bindings", what="cuda-bindings is not installed")
 
 
 def _check(status: Any, call: str) -> None:

@@ -39,7 +39,7 @@ DEFAULT_LENGTH = 512
 MAX_SEED = 2**63 - 1
 
 FEW_TOKENS = 16_384
-"""Tokens below which a text is called short."""
+"""Calibration tokens below which a line says that they are few."""
 
 STRETCH = 1 << 16
 """Characters of a text in one piece to tokenise: libraries tokenise many pieces with all cores."""
@@ -248,8 +248,7 @@ def sample_windows(
             remedy="use a longer text, or shorter windows (--length)",
         )
     if len(windows) < samples:
-        few = "" if windows.numel() >= FEW_TOKENS else f"; a calibration wants {FEW_TOKENS} tokens and more"
-        LOG.warning("%s has %d of %d windows of %d tokens%s", source, len(windows), samples, length, few)
+        LOG.warning("%s has %d of %d windows of %d tokens", source, len(windows), samples, length)
     return windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[:samples]]
 
 
@@ -283,7 +282,9 @@ def calibration_windows(folder: Path, config: Any, calibration: Calibration) -> 
         tokens = tokens_of(inside, tokenizer)
         check_tokens(tokens, config, folder)
         windows.append(sample_windows(tokens, count, length, calibration.seed, one.file, before))
-    if len(windows) == 1:
-        return windows[0]
     mixed = torch.cat(windows)
+    if mixed.numel() < FEW_TOKENS:
+        LOG.warning("%d tokens are few to calibrate on: %d and more lose less", mixed.numel(), FEW_TOKENS)
+    if len(windows) == 1:
+        return mixed
     return mixed[torch.randperm(len(mixed), generator=torch.Generator().manual_seed(calibration.seed))]
