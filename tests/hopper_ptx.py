@@ -6,8 +6,9 @@ from functools import cache
 from unittest.mock import patch
 
 import torch
+from ptx_emulator.compiled import compile_program
 from ptx_emulator.machine import Machine
-from ptx_emulator.program import Program, read_program
+from ptx_emulator.program import Program
 from ptx_emulator.state import GlobalMemory
 from slab_views import slab_view
 
@@ -40,24 +41,12 @@ def program(
     edit: tuple[str, str] | None = None,
 ) -> Program:
     """Return the PTX of a variant, which NVRTC writes; ``edit`` replaces one text in them by another."""
-    from cuda.bindings import nvrtc
-
     given = options(tile, dtype, out_dtype, grouped, count_bits, value_bits)
-    opts = [option.replace("sm_90a", "compute_90a").encode() for option in given]
     files = sources(count_bits, value_bits, tile.dense)
     if edit is not None:
         assert any(edit[0] in text for text in files.values())
         files = {name: text.replace(*edit) for name, text in files.items()}
-    (name, source), *headers = [(name.encode(), text.encode()) for name, text in files.items()]
-    includes, contents = [name for name, _ in headers], [text for _, text in headers]
-    _, made = nvrtc.nvrtcCreateProgram(source, name, len(headers), contents, includes)
-    (status,) = nvrtc.nvrtcCompileProgram(made, len(opts), opts)
-    assert int(status) == 0
-    _, size = nvrtc.nvrtcGetPTXSize(made)
-    text = bytes(size)
-    nvrtc.nvrtcGetPTX(made, text)
-    nvrtc.nvrtcDestroyProgram(made)
-    return read_program(text.decode())
+    return compile_program(files, [option.replace("sm_90a", "compute_90a") for option in given])
 
 
 class EmulatedKernel:

@@ -96,6 +96,7 @@ class Warp:
         self.groups = [Group(0, np.ones(LANES, bool))]
         self.open: list[Callable[[], None]] = []
         self.committed: list[list[Callable[[], None]]] = []
+        self.copies: list[list[Callable[[], None]]] = [[]]  # of cp.async: groups in order, the last one still open
         self.held: set[int] = set()  # named barriers at which it waits
         self.cluster_phase = 0
 
@@ -109,8 +110,9 @@ class Warp:
         for _ in range(most):
             if self.done:
                 return False
-            group = min(self.groups, key=lambda group: group.at)
+            group = self.groups[0]
             if len(self.groups) > 1:
+                group = min(self.groups, key=lambda group: group.at)
                 for other in [g for g in self.groups if g is not group and g.at == group.at]:
                     group.lanes = group.lanes | other.lanes
                     self.groups.remove(other)
