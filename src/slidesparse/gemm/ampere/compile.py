@@ -12,6 +12,9 @@ from slidesparse.gemm.hopper.compile import OUTPUTS, TYPES, machine_code, read_s
 if TYPE_CHECKING:
     from slidesparse.gemm.ampere.tiles import MmaTile
 
+OLDEST_COMPILER = (12, 5)
+"""The first NVRTC with ``mma.sp::ordered_metadata`` (PTX 8.5)."""
+
 FOLDER = Path(__file__).with_name("csrc")
 
 
@@ -35,7 +38,13 @@ def options(tile: MmaTile, dtype: torch.dtype, out_dtype: torch.dtype, value_bit
         "DENSE": int(tile.dense),
     }
     defined = [f"-D{name}={value}" for name, value in geometry.items()]
-    return [f"--gpu-architecture={arch}", "--std=c++17", f"-DTYPE_{TYPES[dtype]}", f"-DOUT_{OUTPUTS[out_dtype]}", *defined]
+    return [
+        f"--gpu-architecture={arch}",
+        "--std=c++17",
+        f"-DTYPE_{TYPES[dtype]}",
+        f"-DOUT_{OUTPUTS[out_dtype]}",
+        *defined,
+    ]
 
 
 def compile_variant(

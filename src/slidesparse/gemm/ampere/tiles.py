@@ -51,7 +51,7 @@ class MmaTile:
     stages: int = 0
     dense: bool = False
 
-    early = False
+    early, cluster = False, 1
     """Whether a launch may begin before the kernel before it has ended: no instruction of these cards waits for that."""
 
     def __str__(self) -> str:
@@ -159,9 +159,7 @@ TILES = (
 )
 
 
-def choose(
-    tokens: int, channels: int, form: StepForm, itemsize: int, card: Card
-) -> tuple[Band, ...]:
+def choose(tokens: int, channels: int, form: StepForm, itemsize: int, card: Card) -> tuple[Band, ...]:
     """Return the launch of a product with the fewest estimated cycles."""
     return (Band(_cheapest(tokens, channels, form, itemsize, card), channels),)
 

@@ -117,7 +117,7 @@ __device__ __forceinline__ void add_teams(Sums& d, acc_t* shared, int team, int 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm(const __grid_constant__ Arguments p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sparse_gemm(const __grid_constant__ Arguments p) {
     extern __shared__ u8 raw[];
     u8* const shared = raw + (128 - shared_address(raw) % 128) % 128;
     const int number = threadIdx.x / TEAM, thread = threadIdx.x % TEAM;
