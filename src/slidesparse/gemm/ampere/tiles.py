@@ -52,7 +52,7 @@ class MmaTile:
     dense: bool = False
 
     early, cluster = False, 1
-    """Whether a launch may begin before the kernel before it has ended, and the blocks of a cluster: not on these cards."""
+    """These cards have neither launches that begin before the kernel before them has ended, nor clusters."""
 
     def __str__(self) -> str:
         """Return tokens x channels, teams and blocks of a multiprocessor: ``16x64/8b2``."""
@@ -143,11 +143,12 @@ class Card(NamedTuple):
         return cls(about.multi_processor_count, about.shared_memory_per_block_optin, 2 if whole_rate else 4)
 
 
-TILES = (
+TILES = (  # those of few tokens split K among warps that need not wait for each other
     MmaTile(4, 12, 4, 2, ahead=False),
     MmaTile(4, 10, 4, 2),
     MmaTile(4, 8, 4, 2),
     MmaTile(4, 4, 2, 4),
+    MmaTile(2, 4, 4, 2),
     MmaTile(4, 4, 2, 2, split=2),
     MmaTile(4, 4, 1, 2, split=4),
     MmaTile(4, 4, 1, 2, split=2),
