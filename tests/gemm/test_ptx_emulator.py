@@ -5,6 +5,7 @@ Fragments are built element by element by the formulas of "Matrix Fragments for 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -137,7 +138,8 @@ def test_ldmatrix_gives_each_lane_two_elements_of_a_row(count: int, trans: bool)
 COPIES = """
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(base + 16 * t), "l"(x + 4 * t));
     asm volatile("cp.async.commit_group;");
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" :: "r"(base + 512 + 8 * t), "l"(x + 2 * t), "r"(sizes[t]));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;"
+                 :: "r"(base + 512 + 8 * t), "l"(x + 2 * t), "r"(sizes[t]));
     asm volatile("cp.async.commit_group;");
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(base + 768 + 4 * t), "l"(x + t));
     for (int wait = 0; wait < 4; wait++) {
@@ -271,10 +273,5 @@ def test_a_kernel_with_stages_multiplies_exactly_in_any_order() -> None:
     ],
 )
 def test_the_emulator_finds_what_is_wrong_with_a_small_kernel(edit: tuple[str, str]) -> None:
-    def run_in_two_orders() -> bool:
-        return all(gemm(edit, seed) for seed in (0, 1))
-
-    try:
-        assert not run_in_two_orders()
-    except Fault:
-        pass
+    with suppress(Fault):  # or the product is wrong, in one order of warps at least
+        assert not (gemm(edit) and gemm(edit, seed=1))

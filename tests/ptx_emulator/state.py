@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ptx_emulator.machine import Machine
 
 LANES = 32
+ALL = np.ones(LANES, bool)
 BLOCK_SHIFT = 24
 """An address in another block of the cluster has its rank plus one above this bit."""
 
@@ -93,7 +94,7 @@ class Warp:
     def __init__(self, machine: Machine, block: Block, number: int) -> None:
         self.machine, self.block, self.number = machine, block, number
         self.registers: dict[str, Lanes] = {}
-        self.groups = [Group(0, np.ones(LANES, bool))]
+        self.groups = [Group(0, ALL)]
         self.open: list[Callable[[], None]] = []
         self.committed: list[list[Callable[[], None]]] = []
         self.copies: list[list[Callable[[], None]]] = [[]]  # of cp.async: groups in order, the last one still open
@@ -116,6 +117,8 @@ class Warp:
                 for other in [g for g in self.groups if g is not group and g.at == group.at]:
                     group.lanes = group.lanes | other.lanes
                     self.groups.remove(other)
+                if group.lanes.all():
+                    group.lanes = ALL
             try:
                 statements[group.at](self, group)
             except Blocked:
@@ -125,18 +128,19 @@ class Warp:
     def jump(self, group: Group, to: int, taken: Lanes) -> None:
         """Let some lanes of a group go to another statement, and the others to the next."""
         rest = group.lanes & ~taken
-        if taken.any():
-            self.groups.append(Group(to, taken))
-        if rest.any():
-            self.groups.append(Group(group.at + 1, rest))
-        self.groups.remove(group)
+        if not rest.any():
+            group.at = to
+        else:
+            group.at, group.lanes = group.at + 1, rest
+            if taken.any():
+                self.groups.append(Group(to, taken))
 
     def read(self, name: str, kind: str) -> Lanes:
         value, dtype = self.registers[name], np.dtype(TYPES[kind])
         return value.view(dtype) if value.itemsize == dtype.itemsize else value.astype(dtype)
 
     def write(self, name: str, value: Lanes, lanes: Lanes) -> None:
-        if not lanes.all() and name in self.registers:
+        if lanes is not ALL and name in self.registers:  # what runs most is told apart without a look at the lanes
             old = self.registers[name]
             value = np.where(lanes, value, old if old.dtype == value.dtype else old.view(value.dtype))
         self.registers[name] = value
