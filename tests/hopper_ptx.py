@@ -12,6 +12,8 @@ from ptx_emulator.program import Program
 from ptx_emulator.state import GlobalMemory
 from slab_views import slab_view
 
+from slidesparse.gemm.ampere import compile
+from slidesparse.gemm.ampere.tiles import MmaTile
 from slidesparse.gemm.hopper import launch
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.choose_tiles import Band
@@ -32,7 +34,7 @@ MULTIPROCESSORS = 2
 
 @cache
 def program(
-    tile: Tile,
+    tile: Tile | MmaTile,
     dtype: torch.dtype,
     out_dtype: torch.dtype,
     count_bits: int = 0,
@@ -41,8 +43,12 @@ def program(
     edit: tuple[str, str] | None = None,
 ) -> Program:
     """Return the PTX of a variant, which NVRTC writes; ``edit`` replaces one text in them by another."""
-    given = options(tile, dtype, out_dtype, grouped, count_bits, value_bits)
-    files = sources(count_bits, value_bits, tile.dense)
+    if isinstance(tile, MmaTile):
+        arch = "compute_89" if dtype == torch.float8_e4m3fn else "compute_80"
+        given, files = compile.options(tile, dtype, out_dtype, value_bits, arch), compile.sources()
+    else:
+        given = options(tile, dtype, out_dtype, grouped, count_bits, value_bits)
+        files = sources(count_bits, value_bits, tile.dense)
     if edit is not None:
         assert any(edit[0] in text for text in files.values())
         files = {name: text.replace(*edit) for name, text in files.items()}
@@ -66,7 +72,7 @@ class EmulatedKernel:
     def __init__(
         self,
         memory: GlobalMemory,
-        tile: Tile,
+        tile: Tile | MmaTile,
         types: tuple[torch.dtype, torch.dtype],
         count_bits: int = 0,
         value_bits: int = 8,
@@ -80,7 +86,7 @@ class EmulatedKernel:
 
     def grid(self, tiles: int) -> int:
         """See :meth:`slidesparse.gemm.hopper.launch.Kernel.grid`."""
-        return min(tiles, MULTIPROCESSORS) if self.tile.split == 1 else tiles * self.tile.split
+        return min(tiles, MULTIPROCESSORS) if self.tile.cluster == 1 else tiles * self.tile.cluster
 
     def launch(self, arguments: Arguments, grid: int, stream: int = 0) -> None:
         """See :meth:`slidesparse.gemm.hopper.launch.Kernel.launch`."""
@@ -91,7 +97,7 @@ class EmulatedKernel:
             threads=self.tile.threads,
             shared_bytes=self.shared_bytes,
             grid=grid,
-            cluster=self.tile.split,
+            cluster=self.tile.cluster,
             seed=self.seed,
         ).run()
 
@@ -99,7 +105,7 @@ class EmulatedKernel:
 def run_product(
     x: Lifted,
     packed: PackedWeight,
-    tile: Tile | tuple[Band, ...],
+    tile: Tile | MmaTile | tuple[Band, ...],
     out_dtype: torch.dtype = torch.float32,
     bias: torch.Tensor | None = None,
     edit: tuple[str, str] | None = None,
@@ -119,7 +125,7 @@ def run_product(
     )
 
     def load(
-        tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, count_bits: int, value_bits: int, _: bool
+        tile: Tile | MmaTile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, count_bits: int, value_bits: int, _: bool
     ) -> EmulatedKernel:
         return EmulatedKernel(memory, tile, (dtype, out_dtype), count_bits, value_bits, edit=edit, seed=seed)
 

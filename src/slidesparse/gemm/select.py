@@ -29,6 +29,7 @@ import torch
 from slidesparse.base.arguments import shown
 from slidesparse.base.device import driver_version
 from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.gemm.ampere.backend import Ampere, AmpereSixBits
 from slidesparse.gemm.backend import Backend, Problem
 from slidesparse.gemm.cusparselt.backend import CuSparseLt
 from slidesparse.gemm.dense import Dense
@@ -61,10 +62,12 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "hopper": Hopper,
     "hopper-6bit": HopperSixBits,
     "cusparselt": CuSparseLt,
+    "ampere": Ampere,
+    "ampere-6bit": AmpereSixBits,
 }
 """Name -> constructor, in ``auto``'s order of the accelerated ones."""
 
-OF_EIGHT_BITS = {"hopper-6bit": "hopper"}
+OF_EIGHT_BITS = {"hopper-6bit": "hopper", "ampere-6bit": "ampere"}
 """Backend for values of six bits -> the one for eight that runs in the same way."""
 
 NO_RIGHT_RESULT = "no packed form that was measured gave a right result here"

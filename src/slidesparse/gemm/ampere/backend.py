@@ -1,0 +1,73 @@
+"""The backend for cards with ``mma.sync``: our own 2:4 and dense GEMM from Ampere on (``gemm/ampere/csrc``).
+
+Everything but kernel and tiles is as for Hopper: forms of a weight, slabs, runners and chains. A Hopper card runs it,
+too, and slower than its own kernel, so there it must be asked for.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from slidesparse.gemm.ampere.compile import OLDEST_COMPILER
+from slidesparse.gemm.ampere.tiles import Card, choose, fitting
+from slidesparse.gemm.backend import Problem
+from slidesparse.gemm.hopper.backend import CAPABILITY as HOPPER
+from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.hopper.choose_tiles import Band
+from slidesparse.gemm.hopper.compile import nvrtc_version
+from slidesparse.gemm.hopper.kernel import load_kernels
+from slidesparse.gemm.hopper.weights import StepForm
+
+REVISION = "ampere-1"
+"""Revision of the kernel, to increment when its speed changes: measured times belong to one revision."""
+
+OLDEST, OLDEST_FP8 = (8, 0), (8, 9)
+"""First compute capabilities: with Sparse Tensor Cores, and with FP8."""
+
+
+class Ampere(Hopper):
+    """The backend that multiplies 2:4 or dense weights by ``mma.sync``, in one launch."""
+
+    name = "ampere"
+    dense = True
+
+    def why_not_on(self, capability: tuple[int, int], dtype: torch.dtype) -> str | None:
+        """See :meth:`Hopper.why_not_on`."""
+        needed = OLDEST_FP8 if dtype == torch.float8_e4m3fn else OLDEST
+        if capability < needed:
+            return f"it needs compute capability {needed[0]}.{needed[1]}, this GPU has {capability[0]}.{capability[1]}"
+        if nvrtc_version() < OLDEST_COMPILER:
+            return "it needs NVRTC {}.{} or newer".format(*OLDEST_COMPILER)
+        return None
+
+    def yields_to(self, problem: Problem) -> tuple[str, str] | None:
+        """See :class:`slidesparse.gemm.backend.Backend`."""
+        if torch.cuda.get_device_capability(problem.device) == HOPPER:
+            return ("hopper-6bit" if problem.bits == 6 else "hopper"), "Hopper has faster instructions"
+        return ("ampere-6bit", "ampere-6bit reads fewer bytes") if problem.bits == 6 else None
+
+    def library(self) -> str:
+        """See :class:`slidesparse.gemm.backend.Backend`."""
+        return f"slidesparse {REVISION}"
+
+    def choose(self, tokens: int, channels: int, form: StepForm, itemsize: int, device: int) -> tuple[Band, ...]:
+        """See :data:`slidesparse.gemm.hopper.choose_tiles.Choose`."""
+        return choose(tokens, channels, form, itemsize, Card.of(device))
+
+    def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device, dense: bool = False) -> None:
+        """See :class:`slidesparse.gemm.backend.Backend`; it loads every tile."""
+        index = torch.cuda.current_device() if device.index is None else device.index
+        tiles = fitting(StepForm(0, 0, self.value_bits, dense), dtype.itemsize, Card.of(index))
+        load_kernels(tiles, dtype, out_dtype, index, 0, self.value_bits)
+
+
+class AmpereSixBits(Ampere):
+    """The same for INT8 weights of multiples of 4, stored in six bits; ``slidesparse prune --rounding 6bit`` makes such weights."""
+
+    name = "ampere-6bit"
+    value_bits = bits = 6
+
+    def yields_to(self, problem: Problem) -> tuple[str, str] | None:
+        """See :class:`slidesparse.gemm.backend.Backend`."""
+        faster = super().yields_to(problem)
+        return None if faster is not None and faster[0] == self.name else faster
