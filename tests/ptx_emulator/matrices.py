@@ -13,7 +13,6 @@ from ptx_emulator.memory import together
 from ptx_emulator.operands import address_of, names_of, value_of
 from ptx_emulator.program import Statement
 from ptx_emulator.state import LANES, Block, Fault, Group, Step, Warp
-from ptx_emulator.values import Lanes
 
 if TYPE_CHECKING:
     from ptx_emulator.machine import Machine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -98,6 +98,7 @@ class Warp:
         self.open: list[Callable[[], None]] = []
         self.committed: list[list[Callable[[], None]]] = []
         self.copies: list[list[Callable[[], None]]] = [[]]  # of cp.async: groups in order, the last one still open
+        self.matrices: dict[Hashable, tuple[list[Lanes | None], np.ndarray]] = {}  # what registers hold for mma
         self.held: set[int] = set()  # named barriers at which it waits
         self.cluster_phase = 0
 
