@@ -137,7 +137,13 @@ class Warp:
                 self.groups.append(Group(to, taken))
 
     def read(self, name: str, kind: str) -> Lanes:
-        value, dtype = self.registers[name], np.dtype(TYPES[kind])
+        value, dtype = self.registers.get(name), np.dtype(TYPES[kind])
+        if (
+            value is None
+        ):  # nothing has a value before it is written; a compiler may let it be read, if it does not count
+            return (
+                np.full(LANES, 1, bool) if kind == "pred" else np.full(8 * LANES, POISON, np.uint8).view(dtype)[:LANES]
+            )
         return value.view(dtype) if value.itemsize == dtype.itemsize else value.astype(dtype)
 
     def write(self, name: str, value: Lanes, lanes: Lanes) -> None:
