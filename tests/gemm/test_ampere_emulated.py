@@ -1,4 +1,4 @@
-"""The kernel for ``mma.sync`` itself, run by an emulator of its PTX: forms, types, teams and ragged edges, no GPU."""
+"""The kernel for ``mma.sync`` itself, run by an emulator of its PTX: forms, types, teams and ragged edges."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ WRONG = {
     "copies are not awaited": ("await_copies<STAGES - 3>();", ""),
     "a team does not wait for its threads": ("sync_team(number);\n            multiply", "multiply"),
     "a stage is filled while it is read": ("last = stage, stage = after;", "last = after, stage = after;"),
-    "weights of the next step are not loaded": ("m < ROW_BLOCKS; m += LOADS)", "m < 0; m += LOADS)"),
+    "weights of the next step are not loaded": ("[m], after, next, m);", "[m], after, I, m);"),
     "sums are read before they are there": ("(&d[0][0][0])[i];\n        __syncthreads();", "(&d[0][0][0])[i];"),
     "a store goes past the tokens": ("token + row < p.tokens ?", "true ?"),
     "a load goes past the channels": ("min(first_channel + thread + i * TEAM, p.channels - 1)", "10000"),
