@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -102,10 +104,10 @@ def find(tile: MmaTile, form: Form, arch: str) -> Found | None:
 def rows(forms: list[str], archs: list[str]) -> Iterator[list[str]]:
     """Compile everything, and yield the cells of each row."""
     with ThreadPoolExecutor(2) as pool:
-        for name in forms:
-            for tile in TILES:
-                found = list(pool.map(lambda arch: find(tile, FORMS[name], arch), archs))
-                yield [name, str(tile), str(tile.threads), *(cell(one, tile, arch) for one, arch in zip(found, archs))]
+        for name, tile in product(forms, TILES):
+            found = pool.map(partial(find, tile, FORMS[name]), archs)
+            cells = (cell(one, tile, arch) for one, arch in zip(found, archs, strict=True))
+            yield [name, str(tile), str(tile.threads), *cells]
 
 
 def cell(found: Found | None, tile: MmaTile, arch: str) -> str:
