@@ -1,4 +1,4 @@
-"""Run the Hopper kernel in the emulator of its PTX, on the package's own operands."""
+"""Run the kernels in the emulator of their PTX, on the package's own operands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ptx_emulator.program import Program
 from ptx_emulator.state import GlobalMemory
 from slab_views import slab_view
 
-from slidesparse.gemm.ampere import compile
+from slidesparse.gemm.ampere import compile as ampere
 from slidesparse.gemm.ampere.tiles import MmaTile
 from slidesparse.gemm.hopper import launch
 from slidesparse.gemm.hopper.backend import Hopper
@@ -21,8 +21,15 @@ from slidesparse.gemm.hopper.compile import options, sources
 from slidesparse.gemm.hopper.kernel import Arguments
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses
 from slidesparse.gemm.hopper.weights import SLABS
+from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.lifting.layout import Lifted
-from slidesparse.weights.packed import PackedWeight
+from slidesparse.ops import quantize_lift
+from slidesparse.pruning import prune_mask
+from slidesparse.weights.packed import PackedWeight, pack_by
+from slidesparse.weights.quant import quantize_rows
+
+OUT, COLUMNS = 300, 600
+"""Neither is a multiple of a tile, nor is the lifted length of any pattern one of a slab."""
 
 GUARD = 64
 """Results past the last one, which nothing may write."""
@@ -43,15 +50,15 @@ def program(
 ) -> Program:
     """Return the PTX of a variant, which NVRTC writes; ``edit`` replaces one text in them by another."""
     if isinstance(tile, MmaTile):
-        arch = "compute_89" if dtype == torch.float8_e4m3fn else "compute_80"
-        given, files = compile.options(tile, dtype, out_dtype, value_bits, arch), compile.sources()
+        arch = "sm_89" if dtype == torch.float8_e4m3fn else "sm_80"
+        files, given = ampere.sources(), ampere.options(tile, dtype, out_dtype, value_bits, arch)
     else:
         given = options(tile, dtype, out_dtype, grouped, count_bits, value_bits)
         files = sources(count_bits, value_bits, tile.dense)
     if edit is not None:
         assert any(edit[0] in text for text in files.values())
         files = {name: text.replace(*edit) for name, text in files.items()}
-    return compile_program(files, [option.replace("sm_90a", "compute_90a") for option in given])
+    return compile_program(files, [option.replace("architecture=sm_", "architecture=compute_") for option in given])
 
 
 class EmulatedKernel:
@@ -142,3 +149,28 @@ def run_product(
         launch._launch.cache_clear()
     assert bool((y[tokens * channels :] == 7).all()), "the kernel wrote past its results"
     return y[: tokens * channels].view(tokens, channels)
+
+
+def problem(
+    pattern: str,
+    dtype: torch.dtype,
+    tokens: int,
+    backend: type[Hopper] = Hopper,
+    out: int = OUT,
+    columns: int = COLUMNS,
+) -> tuple[Lifted, PackedWeight, torch.Tensor]:
+    """Activations in slabs, a weight, and the activations before they were lifted."""
+    torch.manual_seed(tokens)
+    weight = torch.randn(out, columns) * 30
+    weight = (weight * prune_mask(weight, pattern)).to(dtype)
+    weight = weight & -4 if backend.value_bits == 6 else weight
+    packed = pack_by(weight, pattern, scale=torch.rand(out) if dtype.itemsize == 1 else None)
+    x = torch.randn(tokens, columns).to(dtype if dtype.itemsize == 2 else torch.float32)
+    values, scale = quantize_lift(x, backend.layout.column_map(packed), dtype, "hopper")
+    return Lifted(values, scale, None), packed, x
+
+
+def expected(x: torch.Tensor, packed: PackedWeight, out_dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
+    """The product by definition, of what was neither packed nor lifted."""
+    values, scale = quantize_rows(x, packed.dtype) if packed.dtype.itemsize == 1 else (x, None)
+    return apply_scales(product(values, packed.unpack()), scale, packed.scale, bias, out_dtype)

@@ -6,8 +6,8 @@ written from the PTX ISA and shares no code with the package. What it models:
 * warps run in a random order, some statements each; lanes that branch apart run one after the other and meet again;
 * a bulk copy ends at a random later time, in any order, so a consumer that does not wait reads poison;
 * a copy of ``cp.async`` ends as late as it may, when its thread waits for it: until then, readers find poison;
-* a matrix instruction of ``wgmma`` reads its operands when it is issued; when its group is waited for, they are compared with what
-  shared memory holds by then, so a stage that was given back too early is an error;
+* a matrix instruction of ``wgmma`` reads its operands when it is issued; when its group is waited for, they are
+  compared with what shared memory holds by then, so a stage that was given back too early is an error;
 * loads and stores outside of an allocation are errors, and so is a state in which no warp can go on.
 
 It does not model time, caches, nor the order in which other threads see ordinary stores.
@@ -142,11 +142,12 @@ def _compile(machine: Machine, statement: Statement) -> Step:
         return action
 
     def step(warp: Warp, group: Group) -> None:
-        lanes = group.lanes
-        if statement.guard:
-            lanes = lanes & (warp.read(statement.guard, "pred") ^ statement.inverted)
-        if lanes.any():
-            action(warp, Group(group.at, lanes))
+        if not statement.guard:
+            action(warp, group)
+        else:
+            lanes = group.lanes & (warp.read(statement.guard, "pred") ^ statement.inverted)
+            if lanes.any():
+                action(warp, Group(group.at, lanes))
         group.at += 1
 
     return step

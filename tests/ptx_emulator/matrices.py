@@ -13,7 +13,6 @@ from ptx_emulator.memory import together
 from ptx_emulator.operands import address_of, names_of, value_of
 from ptx_emulator.program import Statement
 from ptx_emulator.state import LANES, Block, Fault, Group, Step, Warp
-from ptx_emulator.values import Lanes
 
 if TYPE_CHECKING:
     from ptx_emulator.machine import Machine
@@ -105,9 +104,6 @@ def multiply(machine: Machine, statement: Statement) -> Step:
     b_of, accumulate = value_of(b, "u64"), value_of(scale, "pred")
     k_bytes = int(shape[2]) * (2 if wide else 1)
 
-    def round_sum(exact: Lanes) -> Lanes:
-        return exact.astype(np.int64).astype(np.int32) if total == "s32" else exact.astype(np.float32)
-
     def multiply(warp: Warp, group: Group) -> None:
         together(warp, group)
         first = warp.number % 4 * 16
@@ -123,10 +119,11 @@ def multiply(machine: Machine, statement: Statement) -> Step:
             left = expand(left, warp.read(meta, "u32"), selector, wide)
         # A thread holds rows lane / 4 and 8 more, of every 8 tokens those of lane % 4: [token / 8][half][token % 2].
         product = (left @ right.T).reshape(2, 8, tokens // 8, 4, 2).transpose(2, 0, 4, 1, 3).reshape(-1, LANES)
-        adds = bool(accumulate(warp)[0])
-        for name, more in zip(names, product, strict=True):
-            old = warp.read(name, result_type).astype(np.float64) if adds else 0.0
-            warp.write(name, round_sum(old + more), group.lanes)
+        if accumulate(warp)[0]:
+            product += np.stack([warp.read(name, result_type) for name in names])
+        sums = product.astype(np.int64).astype(np.int32) if total == "s32" else product.astype(np.float32)
+        for name, values in zip(names, sums, strict=True):
+            warp.write(name, values, group.lanes)
         warp.open += [weights.check, activations.check]
 
     return multiply

@@ -58,7 +58,7 @@ def address_of(text: str) -> Callable[[Warp, Lanes], np.ndarray]:
     found = ADDRESS.fullmatch(text)
     assert found, text
     base, offset = found[1], int(found[2] or 0)
-    if not base.startswith("%"):
+    if not base.startswith("%") and "@" not in base:
         return lambda warp, lanes: np.full(int(lanes.sum()), warp.machine.program.symbols[base] + offset, np.int64)
     return lambda warp, lanes: warp.registers[base][lanes].astype(np.int64) + offset
 

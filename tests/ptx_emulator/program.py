@@ -116,4 +116,5 @@ def _statement(piece: str, scopes: list[tuple[dict[str, str], int]]) -> Statemen
     operands = [
         " ".join(part.split()) for part in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*", rest.replace("\t", " "))
     ]
-    return Statement(name.strip(), tuple(_scoped(part, scopes) for part in operands), guard, inverted)
+    named = (re.sub(r"[%$\w]+", lambda name: _scoped(name[0], scopes), part) for part in operands)
+    return Statement(name.strip(), tuple(named), guard, inverted)

@@ -137,8 +137,6 @@ SAME_TYPE: dict[str, Callable[..., Lanes]] = {
     "dp4a.s32": _dot_bytes,
     "dp4a.u32": _dot_bytes,
     "popc": lambda a: np.bitwise_count(a).astype(np.uint32),
-    "abs": np.absolute,
-    "add.rn": np.add,
     "fma.rn": lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32),
 }
 """Instructions whose operands and result have the type at the end of their name. A float64 holds the product of two

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +22,16 @@ MMA = re.compile(
 )
 
 
+def _known(warp: Warp, names: tuple[str, ...], selector: int | None, make: Callable[[Warp], np.ndarray]) -> np.ndarray:
+    """Return the matrix of these registers, decoded once as long as nobody writes them: many instructions share it."""
+    registers = [warp.registers.get(name) for name in names]
+    before, matrix = warp.matrices.get((names, selector), (None, None))
+    if before is None or any(one is not other for one, other in zip(before, registers, strict=True)):
+        matrix = make(warp)
+        warp.matrices[names, selector] = registers, matrix
+    return matrix
+
+
 def multiply(machine: Machine, statement: Statement) -> Step:
     """mma.sync and mma.sp: 16 rows by 8 columns, 32 bytes of A a row, of a sparse one those that are kept."""
     found = MMA.fullmatch(statement.name)
@@ -33,22 +44,32 @@ def multiply(machine: Machine, statement: Statement) -> Step:
     meta, selector = (value_of(rest[0], "u32"), int(rest[1], 0)) if sparse else (None, 0)
     assert selector in ((0, 1) if wide else (0,)), "threads whose metadata count"
     a_of, b_of = ([value_of(name, "u32") for name in names_of(operand)] for operand in (a, b))
-    c_of = [value_of(name, total) for name in names_of(c)]
-    names = names_of(result)
-    assert (len(names), len(a_of), len(b_of), len(c_of)) == (4, 4, 2 << sparse, 4), statement
+    before = [value_of(name, total) for name in names_of(c)]
+    names, c_names, right_names = (tuple(names_of(operand)) for operand in (result, c, b))
+    left_names = (*names_of(a), *rest[:1])
+    assert (len(names), len(a_of), len(b_of), len(before)) == (4, 4, 2 << sparse, 4), statement
+
+    def left_of(warp: Warp) -> np.ndarray:
+        rows = DECODE[kind](rows_of(read_registers(warp, a_of)))
+        return rows if meta is None else expand(rows, meta(warp), selector, wide)
+
+    def right_of(warp: Warp) -> np.ndarray:
+        return DECODE[kind](columns_of(read_registers(warp, b_of))).T
+
+    def c_of(warp: Warp) -> np.ndarray:
+        return np.stack([value(warp) for value in before])
 
     def multiply(warp: Warp, group: Group) -> None:
         together(warp, group)
-        left = DECODE[kind](rows_of(read_registers(warp, a_of)))
-        right = DECODE[kind](columns_of(read_registers(warp, b_of)))
-        if meta is not None:
-            left = expand(left, meta(warp), selector, wide)
+        left = _known(warp, left_names, selector, left_of)
+        right = _known(warp, right_names, None, right_of)
         # A thread holds rows lane / 4 and 8 more, and columns lane % 4 * 2 and one more: [half][column % 2].
-        product = (left @ right.T).reshape(2, 8, 4, 2).transpose(0, 3, 1, 2).reshape(4, LANES)
-        sums = product + np.stack([value(warp) for value in c_of])
+        product = (left @ right).reshape(2, 8, 4, 2).transpose(0, 3, 1, 2).reshape(4, LANES)
+        sums = product + _known(warp, c_names, None, c_of)
         rounded = sums.astype(np.int64).astype(np.int32) if total == "s32" else sums.astype(np.float32)
         for name, values in zip(names, rounded, strict=True):
             warp.write(name, values, group.lanes)
+        warp.matrices[names, None] = [warp.registers[name] for name in names], rounded
 
     return multiply
 
