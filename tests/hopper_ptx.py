@@ -1,4 +1,4 @@
-"""Run the Hopper kernel in the emulator of its PTX, on the package's own operands."""
+"""Run the kernels in the emulator of their PTX, on the package's own operands."""
 
 from __future__ import annotations
 
@@ -6,21 +6,30 @@ from functools import cache
 from unittest.mock import patch
 
 import torch
+from ptx_emulator.compiled import compile_program
 from ptx_emulator.machine import Machine
-from ptx_emulator.program import Program, read_program
+from ptx_emulator.program import Program
 from ptx_emulator.state import GlobalMemory
 from slab_views import slab_view
 
+from slidesparse.gemm.ampere import compile as ampere
+from slidesparse.gemm.ampere.tiles import MmaTile
 from slidesparse.gemm.hopper import launch
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.hopper.choose_tiles import Band
+from slidesparse.gemm.hopper.choose_tiles import AnyTile, Band
 from slidesparse.gemm.hopper.compile import options, sources
 from slidesparse.gemm.hopper.kernel import Arguments
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses
-from slidesparse.gemm.hopper.tiles import Tile
 from slidesparse.gemm.hopper.weights import SLABS
+from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.lifting.layout import Lifted
-from slidesparse.weights.packed import PackedWeight
+from slidesparse.ops import quantize_lift
+from slidesparse.pruning import prune_mask
+from slidesparse.weights.packed import PackedWeight, pack_by
+from slidesparse.weights.quant import quantize_rows
+
+OUT, COLUMNS = 300, 600
+"""Neither is a multiple of a tile, nor is the lifted length of any pattern one of a slab."""
 
 GUARD = 64
 """Results past the last one, which nothing may write."""
@@ -31,7 +40,7 @@ MULTIPROCESSORS = 2
 
 @cache
 def program(
-    tile: Tile,
+    tile: AnyTile,
     dtype: torch.dtype,
     out_dtype: torch.dtype,
     count_bits: int = 0,
@@ -40,24 +49,16 @@ def program(
     edit: tuple[str, str] | None = None,
 ) -> Program:
     """Return the PTX of a variant, which NVRTC writes; ``edit`` replaces one text in them by another."""
-    from cuda.bindings import nvrtc
-
-    given = options(tile, dtype, out_dtype, grouped, count_bits, value_bits)
-    opts = [option.replace("sm_90a", "compute_90a").encode() for option in given]
-    files = sources(count_bits, value_bits, tile.dense)
+    if isinstance(tile, MmaTile):
+        arch = "sm_89" if dtype == torch.float8_e4m3fn else "sm_80"
+        files, given = ampere.sources(), ampere.options(tile, dtype, out_dtype, value_bits, arch)
+    else:
+        given = options(tile, dtype, out_dtype, grouped, count_bits, value_bits)
+        files = sources(count_bits, value_bits, tile.dense)
     if edit is not None:
         assert any(edit[0] in text for text in files.values())
         files = {name: text.replace(*edit) for name, text in files.items()}
-    (name, source), *headers = [(name.encode(), text.encode()) for name, text in files.items()]
-    includes, contents = [name for name, _ in headers], [text for _, text in headers]
-    _, made = nvrtc.nvrtcCreateProgram(source, name, len(headers), contents, includes)
-    (status,) = nvrtc.nvrtcCompileProgram(made, len(opts), opts)
-    assert int(status) == 0
-    _, size = nvrtc.nvrtcGetPTXSize(made)
-    text = bytes(size)
-    nvrtc.nvrtcGetPTX(made, text)
-    nvrtc.nvrtcDestroyProgram(made)
-    return read_program(text.decode())
+    return compile_program(files, [option.replace("architecture=sm_", "architecture=compute_") for option in given])
 
 
 class EmulatedKernel:
@@ -77,7 +78,7 @@ class EmulatedKernel:
     def __init__(
         self,
         memory: GlobalMemory,
-        tile: Tile,
+        tile: AnyTile,
         types: tuple[torch.dtype, torch.dtype],
         count_bits: int = 0,
         value_bits: int = 8,
@@ -91,7 +92,7 @@ class EmulatedKernel:
 
     def grid(self, tiles: int) -> int:
         """See :meth:`slidesparse.gemm.hopper.launch.Kernel.grid`."""
-        return min(tiles, MULTIPROCESSORS) if self.tile.split == 1 else tiles * self.tile.split
+        return min(tiles, MULTIPROCESSORS) if self.tile.cluster == 1 else tiles * self.tile.cluster
 
     def launch(self, arguments: Arguments, grid: int, stream: int = 0) -> None:
         """See :meth:`slidesparse.gemm.hopper.launch.Kernel.launch`."""
@@ -102,7 +103,7 @@ class EmulatedKernel:
             threads=self.tile.threads,
             shared_bytes=self.shared_bytes,
             grid=grid,
-            cluster=self.tile.split,
+            cluster=self.tile.cluster,
             seed=self.seed,
         ).run()
 
@@ -110,7 +111,7 @@ class EmulatedKernel:
 def run_product(
     x: Lifted,
     packed: PackedWeight,
-    tile: Tile | tuple[Band, ...],
+    tile: AnyTile | tuple[Band, ...],
     out_dtype: torch.dtype = torch.float32,
     bias: torch.Tensor | None = None,
     edit: tuple[str, str] | None = None,
@@ -130,7 +131,13 @@ def run_product(
     )
 
     def load(
-        tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, count_bits: int, value_bits: int, _: bool
+        tile: AnyTile,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype,
+        device: int,
+        count_bits: int,
+        value_bits: int,
+        _: bool,
     ) -> EmulatedKernel:
         return EmulatedKernel(memory, tile, (dtype, out_dtype), count_bits, value_bits, edit=edit, seed=seed)
 
@@ -142,3 +149,28 @@ def run_product(
         launch._launch.cache_clear()
     assert bool((y[tokens * channels :] == 7).all()), "the kernel wrote past its results"
     return y[: tokens * channels].view(tokens, channels)
+
+
+def problem(
+    pattern: str,
+    dtype: torch.dtype,
+    tokens: int,
+    backend: type[Hopper] = Hopper,
+    out: int = OUT,
+    columns: int = COLUMNS,
+) -> tuple[Lifted, PackedWeight, torch.Tensor]:
+    """Activations in slabs, a weight, and the activations before they were lifted."""
+    torch.manual_seed(tokens)
+    weight = torch.randn(out, columns) * 30
+    weight = (weight * prune_mask(weight, pattern)).to(dtype)
+    weight = weight & -4 if backend.value_bits == 6 else weight
+    packed = pack_by(weight, pattern, scale=torch.rand(out) if dtype.itemsize == 1 else None)
+    x = torch.randn(tokens, columns).to(dtype if dtype.itemsize == 2 else torch.float32)
+    values, scale = quantize_lift(x, backend.layout.column_map(packed), dtype, "hopper")
+    return Lifted(values, scale, None), packed, x
+
+
+def expected(x: torch.Tensor, packed: PackedWeight, out_dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
+    """The product by definition, of what was neither packed nor lifted."""
+    values, scale = quantize_rows(x, packed.dtype) if packed.dtype.itemsize == 1 else (x, None)
+    return apply_scales(product(values, packed.unpack()), scale, packed.scale, bias, out_dtype)

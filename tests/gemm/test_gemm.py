@@ -171,7 +171,7 @@ def test_unmeasured_weights_of_8_bits_run_packed_on_hopper_from_6_of_8_on(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     _use_gpu(monkeypatch, "Test GPU")
-    monkeypatch.setattr(Hopper, "why_not", lambda *_: None)
+    monkeypatch.setattr(Hopper, "why_not", lambda self, it: None if self.bits in (None, it.bits) else "bits")
     monkeypatch.setattr(CuSparseLt, "why_not", lambda *_: None)
     for pattern, dtype, bits, taken in (
         ("6:8", torch.int8, 8, "hopper"),
@@ -187,7 +187,7 @@ def test_unmeasured_weights_of_8_bits_run_packed_on_hopper_from_6_of_8_on(
 def test_weights_of_six_bits_have_a_backend_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     _use_gpu(monkeypatch, "Test GPU")
-    monkeypatch.setattr(Hopper, "why_not", lambda *_: None)
+    monkeypatch.setattr(Hopper, "why_not", lambda self, it: None if self.bits in (None, it.bits) else "bits")
     monkeypatch.setattr(CuSparseLt, "why_not", lambda *_: None)
     eight = Problem(Pattern(6, 8), torch.int8, 4608, 3584, torch.device("cuda"))
     six = replace(eight, bits=6)

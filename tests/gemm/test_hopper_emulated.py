@@ -6,7 +6,7 @@ import pytest
 import torch
 from expert_weights import packed_experts
 from hopper_forms import Bundles, ExpertsWithoutBundles, SixBitBundles
-from hopper_ptx import EmulatedKernel, run_product
+from hopper_ptx import OUT, EmulatedKernel, expected, problem, run_product
 from ptx_emulator.state import Fault, GlobalMemory
 from slab_views import slab_view
 from tolerances import assert_product
@@ -17,42 +17,17 @@ from slidesparse.gemm.hopper.choose_tiles import DENSE_GROUPED_TILES, GROUPED_TI
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.tiles import DENSE_TILES, TILES, Tile
 from slidesparse.gemm.hopper.weights import SLABS
-from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.lifting.expert_order import arrange
 from slidesparse.lifting.layout import Lifted
 from slidesparse.ops import quantize_lift
-from slidesparse.pruning import prune_mask
-from slidesparse.weights.packed import PackedWeight, pack_by
 from slidesparse.weights.quant import quantize_rows
 
 INT8, FP8, BF16, FP16, FP32 = torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32
 FP64 = torch.float64
-OUT, COLUMNS = 300, 600
-"""Neither is a multiple of a tile, nor is the lifted length of any pattern one of a slab."""
 SMALL, LARGE, SPLIT, HALF = (
     next(tile for tile in TILES if str(tile) == name) for name in ("16x64b3", "192x256", "64x128/4", "128x256/2")
 )
 DENSE_SMALL, DENSE_LARGE = (next(tile for tile in DENSE_TILES if str(tile) == name) for name in ("16x64b3", "192x256"))
-
-
-def problem(
-    pattern: str, dtype: torch.dtype, tokens: int, backend: type[Hopper] = Hopper
-) -> tuple[Lifted, PackedWeight, torch.Tensor]:
-    """Activations in slabs, a weight, and the activations before they were lifted."""
-    torch.manual_seed(tokens)
-    weight = torch.randn(OUT, COLUMNS) * 30
-    weight = (weight * prune_mask(weight, pattern)).to(dtype)
-    weight = weight & -4 if backend.value_bits == 6 else weight
-    packed = pack_by(weight, pattern, scale=torch.rand(OUT) if dtype.itemsize == 1 else None)
-    x = torch.randn(tokens, COLUMNS).to(dtype if dtype.itemsize == 2 else FP32)
-    values, scale = quantize_lift(x, backend.layout.column_map(packed), dtype, "hopper")
-    return Lifted(values, scale, None), packed, x
-
-
-def expected(x: torch.Tensor, packed: PackedWeight, out_dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
-    """The product by definition, of what was neither packed nor lifted."""
-    values, scale = quantize_rows(x, packed.dtype) if packed.dtype.itemsize == 1 else (x, None)
-    return apply_scales(product(values, packed.unpack()), scale, packed.scale, bias, out_dtype)
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""An emulator of the PTX that NVRTC writes of the Hopper kernel; ``machine`` says what it models."""
+"""An emulator of the PTX that NVRTC writes of the package's kernels; ``machine`` says what it models."""

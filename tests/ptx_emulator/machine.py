@@ -1,12 +1,13 @@
-"""Run the PTX of the Hopper kernel without a GPU: a cluster's blocks, warp by warp, with asynchronous copies.
+"""Run the PTX of a kernel without a GPU: a cluster's blocks, warp by warp, with asynchronous copies.
 
-The kernel's ring of stages, its addresses, its metadata and its epilogue run on any machine, for all tiles. It is
+A kernel's ring of stages, its addresses, its metadata and its epilogue run on any machine, for all tiles. It is
 written from the PTX ISA and shares no code with the package. What it models:
 
 * warps run in a random order, some statements each; lanes that branch apart run one after the other and meet again;
 * a bulk copy ends at a random later time, in any order, so a consumer that does not wait reads poison;
-* a matrix instruction reads its operands when it is issued; when its group is waited for, they are compared with what
-  shared memory holds by then, so a stage that was given back too early is an error;
+* a copy of ``cp.async`` ends as late as it may, when its thread waits for it: until then, readers find poison;
+* a matrix instruction of ``wgmma`` reads its operands when it is issued; when its group is waited for, they are
+  compared with what shared memory holds by then, so a stage that was given back too early is an error;
 * loads and stores outside of an allocation are errors, and so is a state in which no warp can go on.
 
 It does not model time, caches, nor the order in which other threads see ordinary stores.
@@ -15,11 +16,12 @@ It does not model time, caches, nor the order in which other threads see ordinar
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from random import Random
 
 import numpy as np
 
-from ptx_emulator import matrices, memory
+from ptx_emulator import matrices, memory, thread_copies, warp_matrices
 from ptx_emulator.operands import value_of
 from ptx_emulator.program import Program, Statement
 from ptx_emulator.state import (
@@ -47,8 +49,8 @@ class Machine:
         memory: Global memory.
         threads: Threads of a block.
         shared_bytes: Dynamic shared memory of a block.
-        grid: Blocks.
-        cluster: Blocks of a cluster.
+        grid: Blocks, along x, or along several axes.
+        cluster: Blocks of a cluster, which run at the same time.
         seed: Of the order in which warps run and copies end.
     """
 
@@ -60,11 +62,12 @@ class Machine:
         *,
         threads: int,
         shared_bytes: int,
-        grid: int,
+        grid: int | tuple[int, ...],
         cluster: int = 1,
         seed: int = 0,
     ) -> None:
-        self.program, self.memory, self.threads, self.grid, self.cluster = program, memory, threads, grid, cluster
+        self.program, self.memory, self.threads, self.cluster = program, memory, threads, cluster
+        self.grid = (*(grid if isinstance(grid, tuple) else (grid,)), 1, 1)[:3]
         self.arguments = np.frombuffer(arguments, np.uint8)
         self.shared_bytes, self.random = shared_bytes, Random(seed)
         self.copies: list[Callable[[], None]] = []
@@ -74,23 +77,27 @@ class Machine:
 
     def run(self) -> None:
         """Run the whole grid."""
-        for first in range(0, self.grid, self.cluster):
-            self.blocks = [self._block(rank, first + rank) for rank in range(self.cluster)]
-            warps = [warp for block in self.blocks for warp in block.warps]
-            while any(not warp.done for warp in warps):
-                before, waiting = self.events, True
-                for warp in self.random.sample(warps, len(warps)):
-                    waiting &= warp.done or warp.run(self.random.choice((8, 64, 2000)))
-                stuck = waiting and self.events == before
-                if stuck and not self.copies:
-                    raise Fault(f"nobody can go on: {[warp for warp in warps if not warp.done]}")
-                for _ in range(self.random.randrange(stuck, len(self.copies) + 1) if self.copies else 0):
-                    self.copies.pop(self.random.randrange(len(self.copies)))()
-            if self.copies:
-                raise Fault(f"{len(self.copies)} copies are on their way at the end")
+        with np.errstate(over="ignore", invalid="ignore"):
+            for first in range(0, prod(self.grid), self.cluster):
+                self._run_cluster(first)
+
+    def _run_cluster(self, first: int) -> None:
+        self.blocks = [self._block(rank, first + rank) for rank in range(self.cluster)]
+        warps = [warp for block in self.blocks for warp in block.warps]
+        while any(not warp.done for warp in warps):
+            before, waiting = self.events, True
+            for warp in self.random.sample(warps, len(warps)):
+                waiting &= warp.done or warp.run(self.random.choice((8, 64, 2000)))
+            stuck = waiting and self.events == before
+            if stuck and not self.copies:
+                raise Fault(f"nobody can go on: {[warp for warp in warps if not warp.done]}")
+            for _ in range(self.random.randrange(stuck, len(self.copies) + 1) if self.copies else 0):
+                self.copies.pop(self.random.randrange(len(self.copies)))()
+        if self.copies:
+            raise Fault(f"{len(self.copies)} copies are on their way at the end")
 
     def _block(self, rank: int, index: int) -> Block:
-        block = Block(rank, index, np.full(DYNAMIC_START + self.shared_bytes, POISON, np.uint8))
+        block = Block(rank, index, np.full(self.program.shared_bytes + self.shared_bytes, POISON, np.uint8))
         block.warps = [Warp(self, block, number) for number in range(self.threads // LANES)]
         return block
 
@@ -103,6 +110,11 @@ class Machine:
         if offset < DYNAMIC_START or offset + size > len(owner.shared):
             raise Fault(f"shared access of {size} bytes at {offset}")
         return owner, offset
+
+    def check_shared(self, block: Block, addresses: np.ndarray, size: int) -> None:
+        """Refuse addresses that are not all inside of a block's own shared memory."""
+        if len(addresses) and (addresses.min() < DYNAMIC_START or addresses.max() + size > len(block.shared)):
+            raise Fault(f"shared access of {size} bytes at {addresses}")
 
     def barrier(self, block: Block, address: int) -> Barrier:
         owner, offset = self.shared(block, address, 8)
@@ -130,11 +142,12 @@ def _compile(machine: Machine, statement: Statement) -> Step:
         return action
 
     def step(warp: Warp, group: Group) -> None:
-        lanes = group.lanes
-        if statement.guard:
-            lanes = lanes & (warp.read(statement.guard, "pred") ^ statement.inverted)
-        if lanes.any():
-            action(warp, Group(group.at, lanes))
+        if not statement.guard:
+            action(warp, group)
+        else:
+            lanes = group.lanes & (warp.read(statement.guard, "pred") ^ statement.inverted)
+            if lanes.any():
+                action(warp, Group(group.at, lanes))
         group.at += 1
 
     return step
@@ -147,6 +160,8 @@ def _action(machine: Machine, statement: Statement) -> Step:
             return make(machine, statement)
     if name.split(".")[0] in ("ld", "st"):
         return memory.access(machine, statement)
+    if name.startswith("mov") and "{" in "".join(operands):
+        return memory.move_parts(machine, statement)
     found = function_of(name)
     if found is None:
         raise NotImplementedError(f"{name} {operands}")
@@ -158,8 +173,7 @@ def _action(machine: Machine, statement: Statement) -> Step:
     target = operands[0]
 
     def calculate(warp: Warp, group: Group) -> None:
-        with np.errstate(over="ignore", invalid="ignore"):
-            warp.write(target, function(*(value(warp) for value in read)), group.lanes)
+        warp.write(target, function(*(value(warp) for value in read)), group.lanes)
 
     return calculate
 
@@ -182,6 +196,8 @@ def _leave(machine: Machine, statement: Statement) -> Step:
         if warp.open or warp.committed:
             raise Fault("matrix instructions are in flight at the end")
         warp.groups.remove(group)
+        if warp.done and any(warp.copies):
+            raise Fault("copies are on their way at the end")
 
     return leave
 
@@ -201,6 +217,15 @@ CONTROL: dict[str, Callable[[Machine, Statement], Step]] = {
     "mbarrier.arrive": memory.arrive,
     "mbarrier.try_wait": memory.try_wait,
     "cp.async.bulk": memory.bulk_copy,
+    "cp.async.ca": thread_copies.start,
+    "cp.async.cg": thread_copies.start,
+    "cp.async.commit_group": thread_copies.commit,
+    "cp.async.wait": thread_copies.wait,
+    "atom.": memory.add_atomically,
+    "red.": memory.add_atomically,
+    "shfl.sync": warp_matrices.shuffle,
+    "ldmatrix": warp_matrices.load_matrix,
+    "mma.s": warp_matrices.multiply,
     "st.async": memory.store_async,
     "mapa": memory.map_address,
     "stmatrix": matrices.store_matrix,
@@ -210,5 +235,6 @@ CONTROL: dict[str, Callable[[Machine, Statement], Step]] = {
     "wgmma.fence": _nothing,
     "fence": _nothing,
     "griddepcontrol": _nothing,
+    "membar": _nothing,
     "setmaxnreg": _nothing,
 }

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ptx_emulator.fragments import DECODE, expand, read_registers, rows_of
 from ptx_emulator.memory import together
 from ptx_emulator.operands import address_of, names_of, value_of
 from ptx_emulator.program import Statement
 from ptx_emulator.state import LANES, Block, Fault, Group, Step, Warp
-from ptx_emulator.values import Lanes
 
 if TYPE_CHECKING:
     from ptx_emulator.machine import Machine
-
-LEGAL_METADATA = (0x4, 0x8, 0x9, 0xC, 0xD, 0xE)
 
 
 def commit(machine: Machine, statement: Statement) -> Step:
@@ -57,24 +55,6 @@ def store_matrix(machine: Machine, statement: Statement) -> Step:
     return store
 
 
-def _e4m3() -> np.ndarray:
-    """The values of all 256 bytes."""
-    byte = np.arange(256)
-    exponent, mantissa = byte >> 3 & 15, byte & 7
-    size = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
-    size = np.where((exponent == 15) & (mantissa == 7), np.nan, size)
-    return np.where(byte & 128, -size, size)
-
-
-E4M3 = _e4m3()
-DECODE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "s8": lambda data: data.view(np.int8).astype(np.float64),
-    "e4m3": lambda data: E4M3[data],
-    "bf16": lambda data: (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64),
-    "f16": lambda data: data.view(np.float16).astype(np.float64),
-}
-
-
 class Operand:
     """A matrix in shared memory (PTX ISA, "Matrix Descriptor Format"): rows in groups of eight, swizzled."""
 
@@ -96,45 +76,16 @@ class Operand:
 
 
 class Fragment:
-    """The rows of a warp in registers (PTX ISA, "Register Fragments for wgmma"): four of a thread, of four bytes each.
-
-    Register r has row lane / 4 + r % 2 * 8, from byte lane % 4 * 4 + r / 2 * 16 on, of kept values alone.
-    """
+    """The weights of a warp in registers."""
 
     def __init__(self, warp: Warp, names: Sequence[str]) -> None:
-        self.warp, self.names = warp, names
-        self.registers = self._read()
-        self.data = np.zeros((16, 32), np.uint8)
-        for r, register in enumerate(self.registers):
-            for lane in range(LANES):
-                start = lane % 4 * 4 + r // 2 * 16
-                self.data[lane // 4 + r % 2 * 8, start : start + 4] = register[lane : lane + 1].view(np.uint8)
-
-    def _read(self) -> list[np.ndarray]:
-        return [self.warp.read(name, "u32").copy() for name in self.names]
+        self.read = [value_of(name, "u32") for name in names]
+        self.warp, self.registers = warp, read_registers(warp, self.read)
+        self.data = rows_of(self.registers)
 
     def check(self) -> None:
-        if any((now != before).any() for now, before in zip(self._read(), self.registers, strict=True)):
+        if (read_registers(self.warp, self.read) != self.registers).any():
             raise Fault("a register changed while a matrix instruction read it")
-
-
-def _expand(kept: np.ndarray, registers: Lanes, selector: int, wide: bool) -> np.ndarray:
-    """Put the kept values of a warp's 16 rows where the metadata say: [16, 2 * kept] elements."""
-    rows, count = kept.shape
-    dense = np.zeros((rows, 2 * count))
-    for row in range(rows):
-        for window in range(count // 2):
-            lane = row % 8 * 4
-            if wide:  # 16-bit types: the selector picks two of four lanes; rows + 8 are in the upper half
-                lane, shift = lane + window // 4 + selector * 2, window % 4 * 4 + row // 8 * 16
-            else:
-                lane, shift = lane + row // 8 + window // 8 * 2, window % 8 * 4
-            nibble = int(registers[lane]) >> shift & 15
-            if nibble not in LEGAL_METADATA:
-                raise Fault(f"metadata {nibble:#x}")
-            dense[row, 4 * window + (nibble & 3)] = kept[row, 2 * window]
-            dense[row, 4 * window + (nibble >> 2)] = kept[row, 2 * window + 1]
-    return dense
 
 
 def multiply(machine: Machine, statement: Statement) -> Step:
@@ -153,9 +104,6 @@ def multiply(machine: Machine, statement: Statement) -> Step:
     b_of, accumulate = value_of(b, "u64"), value_of(scale, "pred")
     k_bytes = int(shape[2]) * (2 if wide else 1)
 
-    def round_sum(exact: Lanes) -> Lanes:
-        return exact.astype(np.int64).astype(np.int32) if total == "s32" else exact.astype(np.float32)
-
     def multiply(warp: Warp, group: Group) -> None:
         together(warp, group)
         first = warp.number % 4 * 16
@@ -168,13 +116,14 @@ def multiply(machine: Machine, statement: Statement) -> Step:
         activations = Operand(machine, warp.block, int(b_of(warp)[0]), range(tokens), k_bytes)
         left, right = (DECODE[kind](operand.data) for operand in (weights, activations))
         if sparse:
-            left = _expand(left, warp.read(meta, "u32"), selector, wide)
+            left = expand(left, warp.read(meta, "u32"), selector, wide)
         # A thread holds rows lane / 4 and 8 more, of every 8 tokens those of lane % 4: [token / 8][half][token % 2].
         product = (left @ right.T).reshape(2, 8, tokens // 8, 4, 2).transpose(2, 0, 4, 1, 3).reshape(-1, LANES)
-        adds = bool(accumulate(warp)[0])
-        for name, more in zip(names, product, strict=True):
-            old = warp.read(name, result_type).astype(np.float64) if adds else 0.0
-            warp.write(name, round_sum(old + more), group.lanes)
+        if accumulate(warp)[0]:
+            product += np.stack([warp.read(name, result_type) for name in names])
+        sums = product.astype(np.int64).astype(np.int32) if total == "s32" else product.astype(np.float32)
+        for name, values in zip(names, sums, strict=True):
+            warp.write(name, values, group.lanes)
         warp.open += [weights.check, activations.check]
 
     return multiply

@@ -15,11 +15,22 @@ if TYPE_CHECKING:
     from ptx_emulator.machine import Machine
 
 
+SPACES = "param", "shared", "global"
+
+
+def _place(machine: Machine, warp: Warp, at: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the memory of these addresses, and the offsets in it."""
+    if int(at[0]) >= 1 << 32:
+        return machine.memory.at(at, size)
+    machine.check_shared(warp.block, at, size)
+    return warp.block.shared, at
+
+
 def access(machine: Machine, statement: Statement) -> Step:
     """ld and st of parameters, shared, global and generic addresses; vectors too."""
     parts = statement.name.split(".")
     kind, vector = parts[-1], next((int(part[1]) for part in parts if part in ("v2", "v4")), 1)
-    dtype, space = np.dtype(TYPES[kind]), parts[1]
+    dtype, space = np.dtype(TYPES[kind]), next((part for part in parts if part in SPACES), "generic")
     loads = parts[0] == "ld"
     registers, place = statement.operands if loads else statement.operands[::-1]
     address, names, size = address_of(place), names_of(registers), dtype.itemsize * vector
@@ -31,12 +42,8 @@ def access(machine: Machine, statement: Statement) -> Step:
             raise Fault(f"{statement} at an address that is no multiple of {size}")
         if space == "param":
             array, offsets = machine.arguments, at
-        elif space == "shared" or int(at[0]) < 1 << 32:
-            for one in at:
-                machine.shared(warp.block, int(one), size)
-            array, offsets = warp.block.shared, at
         else:
-            array, offsets = machine.memory.at(at, size)
+            array, offsets = _place(machine, warp, at, size)
         index = offsets[:, None] + np.arange(size)
         if values is None:
             found = array[index].view(dtype)
@@ -50,6 +57,49 @@ def access(machine: Machine, statement: Statement) -> Step:
             array[index] = rows.view(np.uint8).reshape(len(at), size)
 
     return move
+
+
+def move_parts(machine: Machine, statement: Statement) -> Step:
+    """mov of a register from or to its parts, the low one first."""
+    whole, parts = (names_of(operand) for operand in statement.operands)
+    kind = f"b{int(statement.name[-2:]) // max(len(whole), len(parts))}"
+    if len(parts) > 1:
+        read = [value_of(name, kind) for name in parts]
+        dtype = TYPES[statement.name[4:]]
+        return lambda warp, group: warp.write(
+            whole[0], np.stack([value(warp) for value in read], 1).view(dtype)[:, 0], group.lanes
+        )
+    source = value_of(parts[0], statement.name[4:])
+
+    def cut(warp: Warp, group: Group) -> None:
+        for name, part in zip(whole, source(warp)[:, None].view(TYPES[kind]).T, strict=True):
+            warp.write(name, part.copy(), group.lanes)
+
+    return cut
+
+
+def add_atomically(machine: Machine, statement: Statement) -> Step:
+    """atom and red: lanes in order; atom returns what was there before."""
+    name, operands = statement.name.split("."), statement.operands
+    assert "add" in name, statement.name
+    dtype = np.dtype(TYPES[name[-1]])
+    address, more = address_of(operands[-2]), value_of(operands[-1], name[-1])
+
+    def add(warp: Warp, group: Group) -> None:
+        machine.events += 1
+        before, lanes = np.zeros(LANES, dtype), np.flatnonzero(group.lanes)
+        added = more(warp)
+        for lane, at in zip(lanes, address(warp, group.lanes), strict=True):
+            if at % dtype.itemsize:
+                raise Fault(f"{statement} at an address that is no multiple of {dtype.itemsize}")
+            array, (offset,) = _place(machine, warp, at[None], dtype.itemsize)
+            number = array[offset : offset + dtype.itemsize].view(dtype)
+            before[lane] = number[0]
+            number += added[lane]
+        if name[0] == "atom":
+            warp.write(operands[0], before, group.lanes)
+
+    return add
 
 
 def make_barrier(machine: Machine, statement: Statement) -> Step:

@@ -1,12 +1,19 @@
 """Read the PTX of one kernel: its statements in order, with the places of its labels.
 
-Only what NVRTC writes for ``gemm/hopper/sparse_gemm.cu`` is understood; anything else is an error that names it.
+Only what NVRTC writes for the package's kernels is understood; anything else is an error that names it.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+
+from ptx_emulator.state import DYNAMIC_START
+
+DECLARED = re.compile(
+    r"\.(param|shared)\s+(?:\.align\s+(\d+)\s+)?\.[bsuf](\d+)\s+(?:\.ptr\s[^,)]*?\.align\s+\d+\s+)?([\w$]+)(\[\d*\])?"
+)
+"""A parameter or a shared array: space, alignment, bits of an element, name, elements."""
 
 SCOPED = re.compile(r"\.reg\s+\.\w+\s+([\w, ]+)")
 
@@ -30,17 +37,27 @@ class Statement:
 
 @dataclass
 class Program:
-    """The statements of a kernel, and the index of the statement that a label stands before."""
+    """A kernel.
+
+    Attributes:
+        statements: In order.
+        labels: The index of the statement that a label stands before.
+        symbols: The offsets of parameters among the arguments, and of arrays in shared memory.
+        shared_bytes: Where dynamic shared memory starts.
+    """
 
     statements: list[Statement] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
+    symbols: dict[str, int] = field(default_factory=dict)
+    shared_bytes: int = DYNAMIC_START
 
 
 def read_program(text: str) -> Program:
     """Read the only kernel of a PTX text."""
-    body = re.sub(r"//[^\n]*", "", text.replace("\0", ""))
-    body = body[body.index("\n{", body.index(".entry")) + 2 : body.rindex("}")]
+    text = re.sub(r"//[^\n]*", "", text.replace("\0", ""))
+    body = text[text.index("\n{", text.index(".entry")) + 2 : text.rindex("}")]
     program, count = Program(), 0
+    _declare(program, text)
     scopes: list[tuple[dict[str, str], int]] = []
     for piece in _pieces(body):
         if piece == "{":
@@ -58,6 +75,16 @@ def read_program(text: str) -> Program:
         elif not piece.startswith("."):
             program.statements.append(_statement(piece, scopes))
     return program
+
+
+def _declare(program: Program, text: str) -> None:
+    """Give parameters and shared arrays their places; the dynamic array, which has no size, comes last."""
+    ends = {"param": 0, "shared": DYNAMIC_START}
+    for space, align, bits, name, count in sorted(DECLARED.findall(text), key=lambda found: found[-1] == "[]"):
+        size, length = int(bits) // 8, int(count.strip("[]") or count != "[]")
+        start = -(-ends[space] // int(align or size)) * int(align or size)
+        program.symbols[name], ends[space] = start, start + size * length
+    program.shared_bytes = ends["shared"]
 
 
 def _pieces(body: str) -> list[str]:
@@ -89,4 +116,5 @@ def _statement(piece: str, scopes: list[tuple[dict[str, str], int]]) -> Statemen
     operands = [
         " ".join(part.split()) for part in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*", rest.replace("\t", " "))
     ]
-    return Statement(name.strip(), tuple(_scoped(part, scopes) for part in operands), guard, inverted)
+    named = (re.sub(r"[%$\w]+", lambda name: _scoped(name[0], scopes), part) for part in operands)
+    return Statement(name.strip(), tuple(named), guard, inverted)

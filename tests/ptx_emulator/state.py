@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ptx_emulator.machine import Machine
 
 LANES = 32
+ALL = np.ones(LANES, bool)
 BLOCK_SHIFT = 24
 """An address in another block of the cluster has its rank plus one above this bit."""
 
@@ -93,9 +94,11 @@ class Warp:
     def __init__(self, machine: Machine, block: Block, number: int) -> None:
         self.machine, self.block, self.number = machine, block, number
         self.registers: dict[str, Lanes] = {}
-        self.groups = [Group(0, np.ones(LANES, bool))]
+        self.groups = [Group(0, ALL)]
         self.open: list[Callable[[], None]] = []
         self.committed: list[list[Callable[[], None]]] = []
+        self.copies: list[list[Callable[[], None]]] = [[]]  # of cp.async: groups in order, the last one still open
+        self.matrices: dict[Hashable, tuple[list[Lanes | None], np.ndarray]] = {}  # what registers hold for mma
         self.held: set[int] = set()  # named barriers at which it waits
         self.cluster_phase = 0
 
@@ -109,11 +112,14 @@ class Warp:
         for _ in range(most):
             if self.done:
                 return False
-            group = min(self.groups, key=lambda group: group.at)
+            group = self.groups[0]
             if len(self.groups) > 1:
+                group = min(self.groups, key=lambda group: group.at)
                 for other in [g for g in self.groups if g is not group and g.at == group.at]:
                     group.lanes = group.lanes | other.lanes
                     self.groups.remove(other)
+                if group.lanes.all():
+                    group.lanes = ALL
             try:
                 statements[group.at](self, group)
             except Blocked:
@@ -123,18 +129,25 @@ class Warp:
     def jump(self, group: Group, to: int, taken: Lanes) -> None:
         """Let some lanes of a group go to another statement, and the others to the next."""
         rest = group.lanes & ~taken
-        if taken.any():
-            self.groups.append(Group(to, taken))
-        if rest.any():
-            self.groups.append(Group(group.at + 1, rest))
-        self.groups.remove(group)
+        if not rest.any():
+            group.at = to
+        else:
+            group.at, group.lanes = group.at + 1, rest
+            if taken.any():
+                self.groups.append(Group(to, taken))
 
     def read(self, name: str, kind: str) -> Lanes:
-        value, dtype = self.registers[name], np.dtype(TYPES[kind])
+        value, dtype = self.registers.get(name), np.dtype(TYPES[kind])
+        if (
+            value is None
+        ):  # nothing has a value before it is written; a compiler may let it be read, if it does not count
+            return (
+                np.full(LANES, 1, bool) if kind == "pred" else np.full(8 * LANES, POISON, np.uint8).view(dtype)[:LANES]
+            )
         return value.view(dtype) if value.itemsize == dtype.itemsize else value.astype(dtype)
 
     def write(self, name: str, value: Lanes, lanes: Lanes) -> None:
-        if not lanes.all() and name in self.registers:
+        if lanes is not ALL and name in self.registers:  # what runs most is told apart without a look at the lanes
             old = self.registers[name]
             value = np.where(lanes, value, old if old.dtype == value.dtype else old.view(value.dtype))
         self.registers[name] = value

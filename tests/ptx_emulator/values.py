@@ -10,6 +10,9 @@ Lanes = np.ndarray
 """[32] of one of :data:`TYPES`."""
 
 TYPES = {
+    "b8": np.uint8,
+    "u8": np.uint8,
+    "s8": np.int8,
     "b16": np.uint16,
     "u16": np.uint16,
     "s16": np.int16,
@@ -25,6 +28,7 @@ TYPES = {
 COMPARISONS = {
     "eq": np.equal,
     "ne": np.not_equal,
+    "neu": np.not_equal,
     "lt": np.less,
     "le": np.less_equal,
     "gt": np.greater,
@@ -56,9 +60,34 @@ def _insert(a: Lanes, b: Lanes, start: Lanes, length: Lanes) -> Lanes:
 
 
 def _extract(a: Lanes, start: Lanes, length: Lanes) -> Lanes:
-    """bfe.u32: ``length`` bits of ``a`` from bit ``start`` on."""
-    mask = (np.uint64(1) << length.astype(np.uint64)) - np.uint64(1)
-    return (a.astype(np.uint64) >> start.astype(np.uint64) & mask).astype(np.uint32)
+    """bfe: ``length`` bits of ``a`` from bit ``start`` on; of a signed type the last of them is the sign."""
+    start, length = (x.view(np.uint32).astype(np.int64) & 0xFF for x in (start, length))
+    wide = np.where(start < 64, a.astype(np.int64) >> np.minimum(start, 63), 0)
+    unused = 64 - np.clip(length, 1, 64)
+    bits = wide << unused if a.dtype.kind == "i" else (wide << unused).view(np.uint64)
+    return np.where(length > 0, bits >> unused.astype(bits.dtype), 0).astype(a.dtype)
+
+
+def _select_bytes(a: Lanes, b: Lanes, selectors: Lanes) -> Lanes:
+    """prmt: byte i of the result is a byte of ``b`` and ``a``, or its sign in all bits, as nibble i says."""
+    source = np.stack([a, b], 1).view(np.uint8)
+    nibbles = selectors[:, None] >> np.arange(0, 16, 4, dtype=np.uint32) & np.uint32(15)
+    found = np.take_along_axis(source, (nibbles & 7).astype(np.int64), 1)
+    return np.where(nibbles & 8, np.where(found & 128, 255, 0), found).astype(np.uint8).view(np.uint32)[:, 0]
+
+
+def _dot_bytes(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
+    """dp4a: the products of four signed or unsigned bytes, added to ``c``."""
+    kind = np.int8 if a.dtype.kind == "i" else np.uint8
+    products = a[:, None].view(kind).astype(np.int64) * b[:, None].view(kind).astype(np.int64)
+    return (c + products.sum(1)).astype(c.dtype)
+
+
+def _funnel(high: Lanes, low: Lanes, by: Lanes, left: bool, wrap: bool) -> Lanes:
+    """shf: 32 bits of two registers, shifted."""
+    by = (by & np.uint32(31) if wrap else np.minimum(by, 32)).astype(np.uint64)
+    both = high.astype(np.uint64) << np.uint64(32) | low.astype(np.uint64)
+    return (both << by >> np.uint64(32) if left else both >> by).astype(np.uint32)
 
 
 def _logic(a: Lanes, b: Lanes, c: Lanes, table: Lanes) -> Lanes:
@@ -104,12 +133,18 @@ SAME_TYPE: dict[str, Callable[..., Lanes]] = {
     "bfi": _insert,
     "bfe": _extract,
     "lop3": _logic,
+    "prmt": _select_bytes,
+    "dp4a.s32": _dot_bytes,
+    "dp4a.u32": _dot_bytes,
+    "popc": lambda a: np.bitwise_count(a).astype(np.uint32),
     "fma.rn": lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32),
 }
 """Instructions whose operands and result have the type at the end of their name. A float64 holds the product of two
 float32 exactly, and its sum with a third is rounded twice only where that sum has more than 53 bits."""
 
 CONVERSIONS: dict[str, Callable[..., Lanes]] = {
+    "cvt.rn.bf16.f32": lambda a: bf16_bits(a).astype(np.uint16),
+    "cvt.rn.f16.f32": _half_bits,
     "cvt.f32.f16": lambda a: a.view(np.float16).astype(np.float32),
     "cvt.rn.bf16x2.f32": lambda high, low: _pair(bf16_bits(high), bf16_bits(low)),
     "cvt.rn.f16x2.f32": lambda high, low: _pair(_half_bits(high), _half_bits(low)),
@@ -129,6 +164,9 @@ def function_of(name: str) -> tuple[tuple[str, ...] | str, Callable[..., Lanes]]
         return kind, lambda a, to=TYPES[parts[-2]]: a.astype(to)
     if parts[0] in ("mov", "cvta"):
         return ("u64" if parts[0] == "cvta" else kind), lambda a: a
+    if parts[0] == "shf":
+        left, wrap = parts[1] == "l", parts[2] == "wrap"
+        return kind, lambda low, high, by: _funnel(high, low, by, left, wrap)
     if parts[0] == "setp":
         return kind, COMPARISONS[parts[1]]
     if parts[0] == "selp":

@@ -27,6 +27,7 @@ import torch
 from slidesparse.base.arguments import shown
 from slidesparse.base.device import driver_version
 from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.gemm.ampere.backend import Ampere, AmpereSixBits
 from slidesparse.gemm.backend import Backend, Problem
 from slidesparse.gemm.cusparselt.backend import CuSparseLt
 from slidesparse.gemm.dense import Dense
@@ -59,6 +60,8 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "hopper": Hopper,
     "hopper-6bit": HopperSixBits,
     "cusparselt": CuSparseLt,
+    "ampere": Ampere,
+    "ampere-6bit": AmpereSixBits,
 }
 """Name -> constructor, in ``auto``'s order of the accelerated ones."""
 

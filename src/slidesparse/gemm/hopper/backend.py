@@ -15,13 +15,13 @@ from slidesparse.base.torch_private import empty, is_current
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.backend import Backend, ChainRunner, LiftThenMultiply, OneByOne, Operand, Problem, Runner, gpu_of
 from slidesparse.gemm.hopper.chain import HopperChain
-from slidesparse.gemm.hopper.choose_tiles import Band
+from slidesparse.gemm.hopper.choose_tiles import AnyTile, Band, Choose, choose_for
 from slidesparse.gemm.hopper.compile import TYPES, nvrtc_version
 from slidesparse.gemm.hopper.kernel import driver_version, load_kernels
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses, find_launch
 from slidesparse.gemm.hopper.linear import HopperLinear
-from slidesparse.gemm.hopper.tiles import DENSE_TILES, TILES, Tile
-from slidesparse.gemm.hopper.weights import METADATA, StepForm, pack_steps, step_bytes, unpack_steps
+from slidesparse.gemm.hopper.tiles import DENSE_TILES, TILES
+from slidesparse.gemm.hopper.weights import METADATA, StepForm, pack_steps, refuse_dense, step_bytes, unpack_steps
 from slidesparse.gemm.spec import Slots
 from slidesparse.lifting.choose import Lift, TorchLift
 from slidesparse.lifting.layout import check_slabs
@@ -47,6 +47,10 @@ class Hopper(Backend):
     """Bits of a kept value in memory."""
     dense = False
     """Whether it has a form for dense weights."""
+    oldest_compiler = 12, 0
+    """First NVRTC with the kernel's instructions."""
+    choose: Choose = staticmethod(choose_for)
+    """Chooses the tiles of a product."""
 
     def why_not(self, problem: Problem) -> str | None:
         """See :class:`slidesparse.gemm.backend.Backend`."""
@@ -56,16 +60,24 @@ class Hopper(Backend):
             return f"it has no {dtype_name(problem.dtype)} kernels"
         if not (self.dense or (problem.slid and problem.pattern != DENSE)):
             return "a dense weight has no 2:4 form"
-        major, minor = torch.cuda.get_device_capability(problem.device)
-        if (major, minor) != CAPABILITY:
-            return f"it is written for compute capability 9.0 (H100, H200), this GPU has {major}.{minor}"
+        refusal = self.why_not_on(torch.cuda.get_device_capability(problem.device), problem.dtype)
+        if refusal is not None:
+            return refusal
         try:
             compiler, driver = nvrtc_version(), driver_version()
         except UnsupportedError as error:
             return str(error)
+        if compiler < self.oldest_compiler:
+            return "it needs NVRTC {}.{} or newer".format(*self.oldest_compiler)
         if driver < compiler[0]:
             return f"NVRTC {compiler[0]} makes code that this driver, of CUDA {driver}, cannot load; update the driver"
-        return None
+        return None if self.bits in (None, problem.bits) else "a value of its weight has more than 6 bits"
+
+    def why_not_on(self, capability: tuple[int, int], dtype: torch.dtype) -> str | None:
+        """Return the reason why the kernel does not run on a compute capability; None if it does."""
+        if capability == CAPABILITY:
+            return None
+        return "it is written for compute capability 9.0 (H100, H200), this GPU has {}.{}".format(*capability)
 
     def yields_to(self, problem: Problem) -> tuple[str, str] | None:
         """See :class:`slidesparse.gemm.backend.Backend`; for six bits the other one reads 0.8 of the bytes."""
@@ -83,7 +95,13 @@ class Hopper(Backend):
 
         Raises:
             UnsupportedError: The weight is dense.
+            InputError: A value needs more bits: other weights were loaded into a layer.
         """
+        if self.bits not in (None, packed.bits):
+            what = f"values of a weight for {self.name}"
+            raise InputError(what, got="8 bits", needed="INT8 multiples of 4", remedy="use backend='auto'")
+        if not self.dense:
+            refuse_dense(packed)
         steps = pack_steps(packed, self.layout.bundle(packed), self.value_bits)
         if steps.is_cuda:
             torch.cuda.current_stream(steps.device).synchronize()
@@ -103,7 +121,7 @@ class Hopper(Backend):
         by_parts = LiftThenMultiply(self, lift, out_features)
         if isinstance(lift, TorchLift) or not out_features:
             return by_parts
-        return HopperLinear(lift, by_parts, self.value_bits) if lift.tokens else by_parts
+        return HopperLinear(lift, by_parts, self.value_bits, choose=self.choose) if lift.tokens else by_parts
 
     def runner_for_tokens(self, runner: Runner, tokens: int) -> Runner | None:
         """See :class:`slidesparse.gemm.backend.Backend`."""
@@ -122,7 +140,7 @@ class Hopper(Backend):
     def matmul(
         self, x: torch.Tensor, scale_x: torch.Tensor | None, operand: Operand, scale_w: torch.Tensor | None,
         bias: torch.Tensor | None, out_features: int, out_dtype: torch.dtype,
-        tile: Tile | tuple[Band, ...] | None = None,
+        tile: AnyTile | tuple[Band, ...] | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """See :class:`slidesparse.gemm.backend.Backend`; ``tile``, or two bands, replaces the choice."""
         device, (steps,) = gpu_of(x, self.name), operand
@@ -133,7 +151,8 @@ class Hopper(Backend):
             raise InputError("weight of the Hopper kernel", got=steps.device, needed=f"{x.device}, as the activations")
         tokens = x.shape[0]
         form = self.form_of(steps)
-        gemm = find_launch(x.shape, x.dtype, form, steps.shape, out_features, out_dtype, device, tile)
+        sizes = x.shape, x.dtype, form, steps.shape, out_features
+        gemm = find_launch(*sizes, out_dtype, device, tile, self.choose)
         check_slabs(x, gemm.slab_bytes)
         check_vector("token scales for the Hopper kernel", scale_x, tokens, x.device, (torch.float32,))
         check_vector("channel scales for the Hopper kernel", scale_w, out_features, x.device, (torch.float32,))
@@ -159,22 +178,6 @@ class HopperSixBits(Hopper):
     value_bits = bits = 6
     dense = True
 
-    def why_not(self, problem: Problem) -> str | None:
-        """See :class:`slidesparse.gemm.backend.Backend`."""
-        needs_more = "a value of its weight has more than 6 bits" if problem.bits != self.bits else None
-        return super().why_not(problem) or needs_more
-
     def yields_to(self, problem: Problem) -> tuple[str, str] | None:
         """See :class:`slidesparse.gemm.backend.Backend`."""
         return None
-
-    def prepare(self, packed: PackedWeight) -> Operand:
-        """See :meth:`Hopper.prepare`.
-
-        Raises:
-            InputError: A value needs more bits: other weights were loaded into a layer.
-        """
-        if packed.bits != self.bits:
-            what = f"values of a weight for {self.name}"
-            raise InputError(what, got="8 bits", needed="INT8 multiples of 4", remedy="use backend='auto'")
-        return super().prepare(packed)

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from slidesparse.gemm.hopper.kernel import multiprocessors
 from slidesparse.gemm.hopper.tiles import DENSE_TILES, TILES, Tile
-from slidesparse.gemm.hopper.weights import TILE_ROWS
+from slidesparse.gemm.hopper.weights import TILE_ROWS, StepForm
 from slidesparse.lifting.expert_order import rows_needed
 
 MULTIPROCESSORS = 132
@@ -122,11 +124,24 @@ def cycles_of(tiles: tuple[Tile, ...], blocks: torch.Tensor, steps: int, multipr
 # -- one product -----------------------------------------------------------------------------------------------------
 
 
+AnyTile: TypeAlias = Any
+"""The geometry of a variant: a :class:`~.tiles.Tile`, or that of another kernel with its attributes and methods."""
+
+
 class Band(NamedTuple):
     """The part of a product in one launch: neighbouring channels, in one kind of tiles."""
 
-    tile: Tile
+    tile: AnyTile
     channels: int
+
+
+Choose: TypeAlias = Callable[[int, int, StepForm, int, int], tuple[Band, ...]]
+"""(tokens, channels, form and bytes of a number of the weight, device) -> the launches of a product."""
+
+
+def choose_for(tokens: int, channels: int, form: StepForm, itemsize: int, device: int) -> tuple[Band, ...]:
+    """Return :func:`choose_bands` for a weight on a CUDA device; see :data:`Choose`."""
+    return choose_bands(tokens, channels, form.slabs, multiprocessors(device), form.dense)
 
 
 def choose_bands(

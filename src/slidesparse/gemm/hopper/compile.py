@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,9 +20,14 @@ from slidesparse.base.cache_folder import cache_folder
 from slidesparse.base.other_libraries import need
 from slidesparse.base.whole_file import replace_file
 from slidesparse.errors import UnsupportedError, first_line
-from slidesparse.gemm.hopper.tiles import Tile
+
+if TYPE_CHECKING:
+    from slidesparse.gemm.hopper.tiles import Tile
 
 FOLDER = Path(__file__).with_name("csrc")
+SHARED = FOLDER.parents[1] / "csrc"
+"""Headers of all backends."""
+
 ARCH = "sm_90a"
 
 MAINLOOPS = {
@@ -46,8 +51,12 @@ def sources(count_bits: int = 0, value_bits: int = 8, dense: bool = False) -> di
         value_bits: Bits of a kept value in memory: 6, or 8 for all others.
         dense: Whether tiles are for dense weights.
     """
-    compiled = MAINLOOPS[count_bits > 0, value_bits, dense]
-    paths = FOLDER / compiled, *sorted(FOLDER.glob("*.cuh"))
+    return read_sources(FOLDER / MAINLOOPS[count_bits > 0, value_bits, dense])
+
+
+def read_sources(compiled: Path) -> dict[str, str]:
+    """Return name in ``#include`` -> source: a file, the headers in its folder, and those of all backends."""
+    paths = compiled, *sorted(compiled.parent.glob("*.cuh")), *sorted(SHARED.glob("*.cuh"))
     return {path.name: path.read_text(encoding="utf-8") for path in paths}
 
 
@@ -103,11 +112,15 @@ def cubin(
     Raises:
         UnsupportedError: There is no NVRTC, or it refuses the source.
     """
-    files = sources(count_bits, value_bits, tile.dense)
     opts = options(tile, dtype, out_dtype, grouped, count_bits, value_bits)
+    return machine_code(sources(count_bits, value_bits, tile.dense), opts)
+
+
+def machine_code(files: Mapping[str, str], opts: list[str]) -> bytes:
+    """Return the machine code of sources, from the cache or the compiler; see :func:`compile_sources`."""
     major, minor = nvrtc_version()
     key = hashlib.sha256("\0".join([*chain(*files.items()), *opts, f"{major}.{minor}"]).encode())
-    path = cache_folder() / "hopper" / f"{key.hexdigest()[:32]}.cubin"
+    path = cache_folder() / "kernels" / f"{key.hexdigest()[:32]}.cubin"
     known = _read(path)
     if known is None:
         known, _ = compile_sources(files, opts)

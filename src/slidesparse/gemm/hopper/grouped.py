@@ -18,7 +18,7 @@ from slidesparse.gemm.hopper.choose_tiles import DENSE_GROUPED_TILES, GROUPED_TI
 from slidesparse.gemm.hopper.compile import OUTPUTS
 from slidesparse.gemm.hopper.kernel import Arguments, load_kernel, load_kernels, multiprocessors
 from slidesparse.gemm.hopper.tiles import GROUP, Tile
-from slidesparse.gemm.hopper.weights import COUNTS, SLABS, StepForm, pack_steps
+from slidesparse.gemm.hopper.weights import COUNTS, SLABS, StepForm, pack_steps, refuse_dense
 from slidesparse.lifting.expert_order import Arrangement
 from slidesparse.lifting.layout import SLAB_BYTES, ColumnOrder, Lifted, check_slabs
 from slidesparse.weights.packed import PackedWeight, common_bits
@@ -37,6 +37,8 @@ class HopperExperts(GroupedProduct):
         Values are stored in six bits if those of every expert fit.
         """
         first, value_bits = experts[0], common_bits(experts)
+        if value_bits == 8:
+            refuse_dense(first)
         order = ColumnOrder.of(first, self.layout.multiple_of(first.dtype), self.layout.bundle(first))
         steps = torch.stack([pack_steps(packed, order.bundle, value_bits) for packed in experts])
         if steps.is_cuda:  # a product may fetch weights while the kernel before it still runs

@@ -6,14 +6,15 @@ import ctypes
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from slidesparse.base.other_libraries import need
 from slidesparse.errors import UnsupportedError, first_line
-from slidesparse.gemm.hopper.compile import cubin
-from slidesparse.gemm.hopper.tiles import Tile
+
+if TYPE_CHECKING:
+    from slidesparse.gemm.hopper.choose_tiles import AnyTile
 
 INVALID_CONTEXT = 201
 """CUDA_ERROR_INVALID_CONTEXT: nothing has called the CUDA runtime in this thread yet."""
@@ -58,20 +59,21 @@ class Kernel:
         multiprocessors: Multiprocessors of the device.
     """
 
-    def __init__(self, function: Any, context: Any, tile: Tile, shared_bytes: int, multiprocessors: int) -> None:
+    def __init__(self, function: Any, context: Any, tile: AnyTile, shared_bytes: int, multiprocessors: int) -> None:
         self.function, self.context, self.tile = function, context, tile
-        self.shared_bytes, self.multiprocessors = shared_bytes, multiprocessors
+        self.shared_bytes, self.multiprocessors, self._cluster = shared_bytes, multiprocessors, tile.cluster
         self._configs: dict[tuple[int, int], Any] = {}  # one for each grid and stream: few, and never dropped
 
     def grid(self, tiles: int) -> int:
         """Return the number of blocks of a launch over so many tiles."""
-        tile = self.tile  # a cluster computes one tile; blocks without a cluster walk over several
-        return min(tiles, self.multiprocessors * tile.blocks) if tile.split == 1 else tiles * tile.split
+        # A cluster computes one tile; blocks without a cluster walk over several.
+        most: int = self.multiprocessors * self.tile.blocks if self._cluster == 1 else tiles * self._cluster
+        return min(tiles * self._cluster, most)
 
     def launch(self, arguments: Arguments, grid: int, stream: int) -> None:
         """Run ``grid`` blocks on ``stream``; the kernel's device must be the current one.
 
-        The launch is a programmatic dependent one (CUDA programming guide, "Programmatic Dependent Launch"): where the
+        With ``tile.early`` it is a programmatic dependent launch (CUDA programming guide, by that name): where the
         kernel before it allows that, as quantise-and-lift does, the first weights are fetched while that kernel still
         runs. So an earlier kernel must have written them.
         """
@@ -98,7 +100,7 @@ class Kernel:
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = self.tile.threads, 1, 1
         config.sharedMemBytes, config.hStream = self.shared_bytes, stream
-        config.attrs, config.numAttrs = [early], 1
+        config.attrs, config.numAttrs = ([early], 1) if self.tile.early else ([], 0)
         self._configs[grid, stream] = config
         return config
 
@@ -112,7 +114,13 @@ def multiprocessors(device: int) -> int:
 
 @cache
 def load_kernel(
-    tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, count_bits: int, value_bits: int, grouped: bool
+    tile: AnyTile,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    device: int,
+    count_bits: int,
+    value_bits: int,
+    grouped: bool,
 ) -> Kernel:
     """Return a variant, loaded on a device, by its index, for the life of the process.
 
@@ -123,10 +131,10 @@ def load_kernel(
     """
     if torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
-            "the Hopper kernel is not loaded yet and cannot be while a CUDA graph is captured",
+            "a kernel is not loaded yet and cannot be while a CUDA graph is captured",
             remedy="run the layer once with as many tokens before the capture",
         )
-    driver, code = _driver(), cubin(tile, dtype, out_dtype, grouped, count_bits, value_bits)
+    driver, code = _driver(), tile.compile(dtype, out_dtype, device, grouped, count_bits, value_bits)
     with torch.cuda.device(device):
         status, context = driver.cuDevicePrimaryCtxRetain(device)
         _check(status, "cuDevicePrimaryCtxRetain")
@@ -143,7 +151,7 @@ def load_kernel(
 
 
 def load_kernels(
-    tiles: Iterable[Tile],
+    tiles: Iterable[AnyTile],
     dtype: torch.dtype,
     out_dtype: torch.dtype,
     device: int,
@@ -158,7 +166,7 @@ def load_kernels(
     """
     tiles = list(tiles)
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda tile: cubin(tile, dtype, out_dtype, grouped, count_bits, value_bits), tiles))
+        list(pool.map(lambda tile: tile.compile(dtype, out_dtype, device, grouped, count_bits, value_bits), tiles))
     for tile in tiles:
         load_kernel(tile, dtype, out_dtype, device, count_bits, value_bits, grouped)
 
@@ -188,7 +196,7 @@ def _driver() -> Any:
 def _check(status: Any, call: str) -> None:
     if int(status):
         raise UnsupportedError(
-            f"the Hopper kernel: {call} failed",
+            f"a kernel: {call} failed",
             got=getattr(status, "name", status),
             remedy="run with CUDA_LAUNCH_BLOCKING=1 to see whether an earlier kernel is the cause",
         )

@@ -11,10 +11,10 @@ import torch
 
 from slidesparse.base.torch_private import current_stream
 from slidesparse.errors import InputError
-from slidesparse.gemm.hopper.choose_tiles import Band, choose_bands
+from slidesparse.gemm.hopper.choose_tiles import AnyTile, Band, Choose, choose_for
 from slidesparse.gemm.hopper.compile import OUTPUTS
-from slidesparse.gemm.hopper.kernel import Arguments, Kernel, load_kernel, multiprocessors
-from slidesparse.gemm.hopper.tiles import GROUP, Tile
+from slidesparse.gemm.hopper.kernel import Arguments, Kernel, load_kernel
+from slidesparse.gemm.hopper.tiles import GROUP
 from slidesparse.gemm.hopper.weights import SLABS, TILE_ROWS, StepForm
 from slidesparse.lifting.layout import SLAB_BYTES
 
@@ -73,13 +73,14 @@ class GemmLaunch:
         sizes: The numbers of the whole product.
         slab_bytes: Bytes of the activations.
         tile_bytes: See :class:`BandLaunch`.
-        dense: Whether the weight is dense.
+        form: Form of the weight.
+        choose: Chooses the tiles for other numbers of tokens.
 
     Raises:
         UnsupportedError: A kernel cannot be loaded.
     """
 
-    __slots__ = ("_dense", "_sizes", "_tile_bytes", "_types", "bands", "slab_bytes")
+    __slots__ = ("_choose", "_form", "_sizes", "_tile_bytes", "_types", "bands", "slab_bytes")
 
     def __init__(
         self,
@@ -88,10 +89,11 @@ class GemmLaunch:
         sizes: Arguments,
         slab_bytes: int,
         tile_bytes: int,
-        dense: bool = False,
+        form: StepForm,
+        choose: Choose,
     ) -> None:
         self.slab_bytes, self._types, self._sizes, self._tile_bytes = slab_bytes, types, sizes, tile_bytes
-        self._dense = dense
+        self._form, self._choose = form, choose
         self.bands: list[BandLaunch] = []
         start = 0
         for tile, channels in bands:
@@ -105,11 +107,10 @@ class GemmLaunch:
     def for_tokens(self, tokens: int) -> GemmLaunch:
         """Return the launch of the same weight for another number of tokens, 1 or more, with its fastest tiles."""
         sizes = Arguments.from_buffer_copy(self._sizes)
-        sizes.tokens, channels, slabs = tokens, sizes.channels, sizes.sparse_slabs
-        slab_bytes = SLABS.padded(tokens) * SLAB_BYTES * slabs
-        count, dense = multiprocessors(self._types[2]), self._dense
-        bands = choose_bands(tokens, channels, slabs, count, dense) if channels else ()
-        return GemmLaunch(bands, self._types, sizes, slab_bytes, self._tile_bytes, dense)
+        sizes.tokens, channels, form = tokens, sizes.channels, self._form
+        slab_bytes = SLABS.padded(tokens) * SLAB_BYTES * form.slabs
+        bands = self._choose(tokens, channels, form, self._types[0].itemsize, self._types[2]) if channels else ()
+        return GemmLaunch(bands, self._types, sizes, slab_bytes, self._tile_bytes, form, self._choose)
 
     def launch(self, x: int, scale_x: int | None, weight: WeightAddresses, y: int) -> None:
         """Multiply, unchecked, on the current stream of the device, which must be the current one.
@@ -126,7 +127,8 @@ class GemmLaunch:
 
 def find_launch(
     activations: torch.Size, dtype: torch.dtype, form: StepForm, steps: torch.Size,
-    out_features: int, out_dtype: torch.dtype, device: int, tile: Tile | tuple[Band, ...] | None = None,
+    out_features: int, out_dtype: torch.dtype, device: int,
+    tile: AnyTile | tuple[Band, ...] | None = None, choose: Choose = choose_for,
 ) -> GemmLaunch:  # fmt: skip
     """Return the cached launch of a product.
 
@@ -138,27 +140,28 @@ def find_launch(
         out_features: Rows of the weight.
         out_dtype: bfloat16, float16 or float32.
         device: Index of the CUDA device.
-        tile: The tile, or those of two bands; None for the fastest by
-            :func:`slidesparse.gemm.hopper.choose_tiles.choose_bands`.
+        tile: The tile, or those of two bands; None for the fastest by ``choose``.
+        choose: Chooses them.
 
     Raises:
         InputError: The sizes do not fit each other, or there is no such output.
         UnsupportedError: See :func:`slidesparse.gemm.hopper.kernel.load_kernel`.
     """
     if tile is None:
-        bands = choose_bands(activations[0], out_features, form.slabs, multiprocessors(device), form.dense)
+        bands = choose(activations[0], out_features, form, dtype.itemsize, device)
     else:
-        bands = (Band(tile, out_features),) if isinstance(tile, Tile) else tile
-    return _launch(activations, dtype, form, steps, out_features, out_dtype, device, bands)
+        bands = tile if isinstance(tile, tuple) else (Band(tile, out_features),)
+    return _launch(activations, dtype, form, steps, out_features, out_dtype, device, bands, choose)
 
 
 @lru_cache(maxsize=1 << 13)
 def _launch(
     activations: torch.Size, dtype: torch.dtype, form: StepForm, steps: torch.Size,
     out_features: int, out_dtype: torch.dtype, device: int, bands: tuple[Band, ...],
+    choose: Choose,
 ) -> GemmLaunch:  # fmt: skip
     if out_dtype not in OUTPUTS:
-        raise InputError("output type of the Hopper kernel", got=out_dtype, needed="bfloat16, float16 or float32")
+        raise InputError("output type of a kernel", got=out_dtype, needed="bfloat16, float16 or float32")
     tokens, columns = activations[0], SLAB_BYTES // dtype.itemsize * form.slabs
     fits = activations[1] == columns and steps[1:] == form.shape(out_features, dtype.itemsize)[1:]
     if not fits or out_features > TILE_ROWS * steps[0]:
@@ -171,4 +174,4 @@ def _launch(
     sizes = Arguments(tokens=tokens, channels=out_features, sparse_slabs=form.slabs, group=GROUP, windows=form.windows)
     types = dtype, out_dtype, device, form.count_bits, form.value_bits
     bands = bands if tokens and out_features else ()
-    return GemmLaunch(bands, types, sizes, slab_bytes, math.prod(steps[1:]), form.dense)
+    return GemmLaunch(bands, types, sizes, slab_bytes, math.prod(steps[1:]), form, choose)

@@ -13,8 +13,8 @@ import torch
 
 from slidesparse.base.torch_private import empty_here
 from slidesparse.gemm.backend import LiftThenMultiply, Products, log_by_parts
+from slidesparse.gemm.hopper.choose_tiles import AnyTile, Choose, choose_for
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, GemmLaunch, WeightAddresses, find_launch
-from slidesparse.gemm.hopper.tiles import Tile
 from slidesparse.gemm.hopper.weights import StepForm
 from slidesparse.lifting.addresses import LiftInputs
 from slidesparse.lifting.layout import LinearTensors
@@ -33,7 +33,8 @@ class HopperLinear:
         lift: Quantises and lifts the tokens.
         by_parts: The runner for cases that this one cannot handle.
         value_bits: Bits of a kept value in memory.
-        tile: The tile of the product; None: the fastest one, or two.
+        tile: The tile of the product; None: the fastest one, or two, by ``choose``.
+        choose: Chooses them.
 
     Raises:
         UnsupportedError: See :func:`slidesparse.gemm.hopper.kernel.load_kernel`.
@@ -48,8 +49,9 @@ class HopperLinear:
     __slots__ = ("_by_parts", "_gemm", "_scales_start", "_steps", "kind", "lift", "out", "workspace_bytes")
 
     def __init__(
-        self, lift: KernelLift, by_parts: LiftThenMultiply, value_bits: int = 8, tile: Tile | None = None
-    ) -> None:
+        self, lift: KernelLift, by_parts: LiftThenMultiply, value_bits: int = 8, tile: AnyTile | None = None,
+        choose: Choose = choose_for,
+    ) -> None:  # fmt: skip
         self.out = by_parts.out_features
         item_bytes = lift.target.itemsize
         form = StepForm.of_order(lift.order, item_bytes, value_bits)
@@ -57,7 +59,7 @@ class HopperLinear:
         self.kind = lift.spec, lift.device, self.out
         activations = torch.Size((lift.tokens, lift.k_packed))
         sizes = activations, lift.target, form, self._steps, self.out
-        self._size(lift, by_parts, find_launch(*sizes, lift.source, lift.index, tile))
+        self._size(lift, by_parts, find_launch(*sizes, lift.source, lift.index, tile, choose))
 
     def _size(self, lift: KernelLift, by_parts: LiftThenMultiply, gemm: GemmLaunch) -> None:
         self.lift, self._by_parts, self._gemm = lift, by_parts, gemm
@@ -126,4 +128,4 @@ class HopperLinear:
 
     def __repr__(self) -> str:
         tiles = [str(band.kernel.tile) for band in self._gemm.bands]
-        return f"hopper {' + '.join(tiles) or 'nothing'}"
+        return f"{self._by_parts.backend.name} {' + '.join(tiles) or 'nothing'}"

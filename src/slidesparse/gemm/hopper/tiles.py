@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 
+from slidesparse.gemm.hopper.compile import cubin
 from slidesparse.gemm.hopper.weights import PLANE_BYTES, TILE_ROWS, VALUE_BYTES, step_bytes, value_bytes
 from slidesparse.lifting.layout import SLAB_BYTES
 
@@ -51,6 +52,9 @@ class Tile:
     blocks: int = 1
     dense: bool = False
 
+    early = True
+    """Whether a launch may begin before the kernel before it has ended."""
+
     def __str__(self) -> str:
         """Return tokens x channels, split and blocks of a multiprocessor: ``16x128/4b2``."""
         split = f"/{self.split}" if self.split > 1 else ""
@@ -60,6 +64,17 @@ class Tile:
     def channels(self) -> int:
         """Channels of a tile."""
         return self.warpgroups * self.row_blocks * 64
+
+    @property
+    def cluster(self) -> int:
+        """Thread blocks of a cluster."""
+        return self.split
+
+    def compile(
+        self, dtype: torch.dtype, out_dtype: torch.dtype, device: int, grouped: bool, count_bits: int, value_bits: int
+    ) -> bytes:
+        """Return the machine code for a device, by its index; see :func:`slidesparse.gemm.hopper.compile.cubin`."""
+        return cubin(self, dtype, out_dtype, grouped, count_bits, value_bits)
 
     @property
     def sums_in_ring(self) -> bool:

@@ -11,7 +11,8 @@ share 32 groups, with one copy of their counts before its steps: 0.84 bytes a we
 **Six bits** (:func:`weights.support.value_bits`). INT8 values that are all multiples of 4 have six bits in memory:
 0.75 bytes a weight at 6:8. A thread loads its values of an instruction, with their metadata, as 16 bytes.
 
-**Dense** weights of six bits take 0.75 bytes a weight, too: a slab has four instructions, and no metadata.
+**Dense** weights have no metadata, and four instructions a slab: the values of its two halves, one after the other, or
+six bits of them, 0.75 bytes a weight.
 
 Rows of 64 bytes are swizzled as ``wgmma`` expects of a shared-memory operand (PTX ISA, "Matrix descriptor", 64-byte
 swizzling): 16-byte chunk ``c`` of row ``r`` is at ``c ^ (r / 2 % 4)``. The kernel in ``gemm/hopper/csrc`` reads this.
@@ -91,7 +92,7 @@ class StepForm(NamedTuple):
         slabs: Its slabs.
         windows: Slabs of a bundle; 0 with metadata in every step, and of a dense weight.
         value_bits: Bits of a kept value in memory: 6, or 8 for all others.
-        dense: Whether the weight is dense, which only six bits are.
+        dense: Whether the weight is dense.
     """
 
     slabs: int
@@ -132,21 +133,24 @@ def bundle_bytes(windows: int, value_bits: int) -> int:
     return BLOCKS * (count_bits_of(windows) * PLANE_BYTES + windows * value_bytes(value_bits))
 
 
+def refuse_dense(packed: PackedWeight) -> None:
+    """Raise an UnsupportedError for a dense weight, whose eight bits the Hopper kernel cannot read."""
+    if packed.code is None:
+        what, remedy = "a dense weight for the Hopper kernel", "use backend='dense'"
+        raise UnsupportedError(what, got="8 bits", needed="INT8 multiples of 4", remedy=remedy)
+
+
 def pack_steps(packed: PackedWeight, bundle: int, value_bits: int = 8) -> torch.Tensor:
     """Return a weight in steps, for ``bundle`` groups of activations and 6 or 8 bits of a kept value.
 
     uint8 [row tiles, slabs, 4, bytes of a step]; or in bundles
     [row tiles, bundles, 4 * (512 * bits of a count + bytes of a step's values * windows of a group)].
-
-    Raises:
-        UnsupportedError: The weight is dense, and not of six bits.
     """
     out, itemsize = packed.shape[0], packed.dtype.itemsize
     if packed.code is None:
-        if value_bits == 8:
-            what, remedy = "a dense weight for the Hopper kernel", "use backend='dense'"
-            raise UnsupportedError(what, got="8 bits", needed="INT8 multiples of 4", remedy=remedy)
-        halves = _six_bit_steps(F.pad(packed.values, (0, -packed.values.shape[1] % SLAB_BYTES)))
+        padding = 0, -packed.values.shape[1] % (SLAB_BYTES // itemsize)
+        padded = F.pad(as_bits(packed.values), padding).view(packed.dtype)
+        halves = _six_bit_steps(padded) if value_bits == 6 else _row_steps(padded)
         return _row_tiles(halves.unflatten(1, (-1, 2)).flatten(2))
     if bundle > 1:
         return _bundles(packed.values, packed.code, packed.pattern, value_bits)
@@ -278,7 +282,8 @@ def unpack_steps(steps: torch.Tensor, form: StepForm, out_features: int, dtype: 
     """
     if form.dense:
         halves = _row_blocks(steps).unflatten(2, (2, -1)).flatten(1, 2)
-        return _from_six_bit_steps(halves).view(dtype)[:out_features]
+        rows = _from_six_bit_steps(halves) if form.value_bits == 6 else _from_row_steps(halves)
+        return rows.view(dtype)[:out_features]
     if form.windows:
         values, nibbles = _from_bundles(steps, form)
     else:

@@ -6,8 +6,7 @@
 
 #include "arguments.cuh"
 #include "geometry.cuh"
-
-__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+#include "walk.cuh"
 
 __device__ __forceinline__ int token_tiles_of(const Arguments& p) {
     return GROUPED ? __ldcg(p.used) : ceil_div(p.tokens, TOKENS);

@@ -1,9 +1,9 @@
-// Kept values of an INT8 weight that are all multiples of 4 have six bits in memory. A thread loads those that it gives to
-// wgmma, which takes A from registers then, and makes eight bits of each.
+// Values of six bits: a thread loads those that it gives to wgmma, which takes A from registers then, and makes eight bits of each.
 
 #pragma once
 
 #include "consumer.cuh"
+#include "six_bit_words.cuh"
 
 #if !defined(TYPE_S8)
 #error "values of six bits are INT8"
@@ -28,13 +28,7 @@ __device__ __forceinline__ void mma_dense(acc_t* d, const u32* a, u64 b, int acc
 
 // What a thread gives to one instruction: the kept values of its rows lane / 4 and lane / 4 + 8, four a register (PTX ISA,
 // "Register Fragments for sparse wgmma.mma_async.m64nNk64"), and metadata; of a dense weight all values, in the same registers
-// ("Register Fragments for wgmma.mma_async.m64nNk32"). In memory the values are three words. Byte i of the
-// four registers has its upper four bits in the nibbles of byte i of the first two words, and the next two in byte i of the third:
-//
-//     byte of    word 0: register 0 | register 1    word 1: register 2 | register 3    word 2: of registers 3 | 2 | 0 | 1
-//     its bits           7654       | 3210                  7654       | 3210                              76  54  32  10
-//
-// The lowest two bits of every value are zeros.
+// ("Register Fragments for wgmma.mma_async.m64nNk32"). In memory the values are three words (six_bit_words.cuh).
 struct Words {
     u32 high0, high1, low, meta;
 
@@ -50,10 +44,7 @@ struct Fragment {
     u32 values[4], meta;
 
     __device__ __forceinline__ void take(const Words& from) {
-        values[0] = join(from.high0, from.low);
-        values[1] = join(from.high0 << 4, from.low << 2);
-        values[2] = join(from.high1, from.low >> 2);
-        values[3] = join(from.high1 << 4, from.low >> 4);
+        unpack_six_bits(values, from.high0, from.high1, from.low);
         if constexpr (DENSE) {
             asm volatile("" : "+r"(values[0]), "+r"(values[1]), "+r"(values[2]), "+r"(values[3]));  // now, not later
         } else {
@@ -61,8 +52,6 @@ struct Fragment {
             asm volatile("" : "+r"(values[0]), "+r"(values[1]), "+r"(values[2]), "+r"(values[3]), "+r"(meta));
         }
     }
-
-    __device__ __forceinline__ static u32 join(u32 high, u32 low) { return high & 0xF0F0F0F0 | low & 0x0C0C0C0C; }
 };
 
 // Groups in flight while values are made, and instructions of a step whose words are loaded at once: as many as registers

@@ -4,20 +4,9 @@
 
 #include "experts.cuh"
 
-struct Tiles {
-    int row_tiles, token_tiles, group;
+struct Tiles : Walk {
     __device__ __forceinline__ explicit Tiles(const Arguments& p)
-        : row_tiles(ceil_div(p.channels, TILE_BLOCKS * ROWS)),
-          token_tiles(token_tiles_of(p)), group(p.group) {}
-    __device__ __forceinline__ int count() const { return row_tiles * token_tiles; }
-    // Tiles are numbered group by group of `group` row tiles; within a group, token tile by token tile.
-    __device__ __forceinline__ void locate(int tile, int& row_tile, int& token_tile) const {
-        int first = tile / (group * token_tiles) * group;
-        int height = min(group, row_tiles - first);
-        int within = tile - first * token_tiles;
-        row_tile = first + within % height;
-        token_tile = within / height;
-    }
+        : Walk{ceil_div(p.channels, TILE_BLOCKS * ROWS), token_tiles_of(p), p.group} {}
 };
 
 // The slabs of a tile that a block multiplies: [dense, dense_end) and [sparse, sparse_end).

@@ -1,0 +1,1 @@
+"""The backend for cards with ``mma.sync``: Ampere, Ada and later."""
