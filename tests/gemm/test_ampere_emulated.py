@@ -88,7 +88,7 @@ WRONG = {
 }
 
 
-def is_right(seed: int, edit: tuple[str, str] | None = None) -> bool:
+def is_right(seed: int, edit: tuple[str, str]) -> bool:
     lifted, packed, x = problem("6:8", INT8, 20, Ampere, OUT, COLUMNS)
     found = run_product(lifted, packed, TEAMS, BF16, edit=edit, seed=seed, backend=Ampere)
     return torch.equal(found, expected(x, packed, BF16, None))

@@ -10,7 +10,8 @@ written from the PTX ISA and shares no code with the package. What it models:
   compared with what shared memory holds by then, so a stage that was given back too early is an error;
 * loads and stores outside of an allocation are errors, and so is a state in which no warp can go on.
 
-It does not model time, caches, nor the order in which other threads see ordinary stores.
+It does not model time, caches, lanes of a warp that are apart without a branch (so it needs no ``bar.warp.sync``), nor
+the order in which other threads see ordinary stores.
 """
 
 from __future__ import annotations
