@@ -148,7 +148,8 @@ def pack_steps(packed: PackedWeight, bundle: int, value_bits: int = 8) -> torch.
     """
     out, itemsize = packed.shape[0], packed.dtype.itemsize
     if packed.code is None:
-        padded = F.pad(as_bits(packed.values), (0, -packed.values.shape[1] % (SLAB_BYTES // itemsize)))
+        padding = 0, -packed.values.shape[1] % (SLAB_BYTES // itemsize)
+        padded = F.pad(as_bits(packed.values), padding).view(packed.dtype)
         halves = _six_bit_steps(padded) if value_bits == 6 else _row_steps(padded)
         return _row_tiles(halves.unflatten(1, (-1, 2)).flatten(2))
     if bundle > 1:

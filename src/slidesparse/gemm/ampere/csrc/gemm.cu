@@ -32,47 +32,23 @@ struct Held {
 
 enum { LOADS = DENSE ? TOKEN_BLOCKS / 2 : TOKEN_BLOCKS };  // of activations for an instruction
 
-// Issue the instructions I of a step, and load fragments of the ones after them, instructions `next` of the stage `after`.
-template <int I>
-__device__ __forceinline__ void multiply(Sums& d, Held& held, const Operands& operands, u32 stage, u32 after, int next) {
-    Fragment(&w)[ROW_BLOCKS] = held.w[AHEAD ? I % 2 : 0];
-#pragma unroll
-    for (int q = 0; q < LOADS; q++) {
-        u32(&other)[4] = held.x[(I * LOADS + q + 1) % 2];
-        if (q + 1 < LOADS)
-            operands.load_tokens(other, stage, I, q + 1);
-        else
-            operands.load_tokens(other, after, next, 0);
-        if (AHEAD)
-#pragma unroll
-            for (int m = q; m < ROW_BLOCKS; m += LOADS) operands.load(held.w[(I + 1) % 2 * AHEAD][m], after, next, m);
-        const u32(&x)[4] = held.x[(I * LOADS + q) % 2];
-#pragma unroll
-        for (int m = 0; m < ROW_BLOCKS; m++) {
-            if constexpr (DENSE) {
-                mma<0>(d[m][q * 2], w[m], x);
-                mma<0>(d[m][q * 2 + 1], w[m], x + 2);
-            } else {
-                mma<META_WORDS == 1 ? I : 0>(d[m][q], w[m], x);
-            }
-        }
-    }
-}
-
 // A team: its ring, its place there, and the operands that its warps hold.
 struct Team {
     const int number;
-    const u32 ring;
+    const u32 ring, own;  // and where the bytes that this thread copies start in a stage
     Loader loader;
     const Operands operands;
     Held held;
     u32 stage, last;  // the one that is multiplied, and the one that is filled next
 
     __device__ __forceinline__ Team(const Arguments& p, const Walk& tiles, int number, int thread, u32 rings, int first, int end)
-        : number(number), ring(rings + number * RING_BYTES), loader(p, tiles, thread, first, end),
+        : number(number), ring(rings + number * RING_BYTES), own(thread * 16), loader(p, tiles, thread, first, end),
           operands(thread / 32, thread % 32), stage(ring), last(ring + RING_BYTES - STAGE_BYTES) {
 #pragma unroll
-        for (int s = 0; s < STAGES - 1; s++) loader.load(ring + s * STAGE_BYTES);
+        for (int s = 0; s < STAGES - 1; s++) {
+            loader.template copy<0, 1>(ring + s * STAGE_BYTES + own);
+            loader.next();
+        }
         await_copies<STAGES - 2>();
         sync_team(number);
         operands.load_tokens(held.x[0], ring, 0, 0);
@@ -81,22 +57,47 @@ struct Team {
             for (int m = 0; m < ROW_BLOCKS; m++) operands.load(held.w[0][m], ring, 0, m);
     }
 
+    // Multiply a step, from its instructions I on.
     template <int I>
     __device__ __forceinline__ void step(Sums& d) {
         if (!AHEAD)
 #pragma unroll
             for (int m = 0; m < ROW_BLOCKS; m++) operands.load(held.w[0][m], stage, I, m);
         if constexpr (I + 1 < INSTRUCTIONS) {
-            multiply<I>(d, held, operands, stage, stage, I + 1);
+            multiply<I, 0>(d, stage, I + 1);
             step<I + 1>(d);
         } else {
             const u32 after = stage + STAGE_BYTES == ring + RING_BYTES ? ring : stage + STAGE_BYTES;
             await_copies<STAGES - 3>();
             sync_team(number);
-            loader.load(last);
-            multiply<I>(d, held, operands, stage, after, 0);
+            multiply<I, 0>(d, after, 0);
+            loader.next();
             last = stage, stage = after;
         }
+    }
+
+    // Issue the instructions I of a step, from load Q of activations on, and load fragments of the ones after them, instructions
+    // `next` of the stage `after`. With the last instructions a part of a later step is copied.
+    template <int I, int Q>
+    __device__ __forceinline__ void multiply(Sums& d, u32 after, int next) {
+        constexpr bool ENDS = Q + 1 == LOADS;
+        operands.load_tokens(held.x[(I * LOADS + Q + 1) % 2], ENDS ? after : stage, ENDS ? next : I, ENDS ? 0 : Q + 1);
+#pragma unroll
+        for (int m = Q; m < ROW_BLOCKS; m += LOADS)
+            if (AHEAD) operands.load(held.w[(I + 1) % 2 * AHEAD][m], after, next, m);
+        if constexpr (I + 1 == INSTRUCTIONS) loader.template copy<Q, LOADS>(last + own);
+        const u32(&x)[4] = held.x[(I * LOADS + Q) % 2];
+#pragma unroll
+        for (int m = 0; m < ROW_BLOCKS; m++) {
+            const Fragment& w = held.w[I % 2 * AHEAD][m];
+            if constexpr (DENSE) {
+                mma<0>(d[m][Q * 2], w, x);
+                mma<0>(d[m][Q * 2 + 1], w, x + 2);
+            } else {
+                mma<META_WORDS == 1 ? I : 0>(d[m][Q], w, x);
+            }
+        }
+        if constexpr (!ENDS) multiply<I, Q + 1>(d, after, next);
     }
 };
 
@@ -120,7 +121,7 @@ __device__ __forceinline__ void add_teams(Sums& d, acc_t* shared, int team, int 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sparse_gemm(const __grid_constant__ Arguments p) {
     extern __shared__ u8 raw[];
     u8* const shared = raw + (128 - shared_address(raw) % 128) % 128;
-    const int number = threadIdx.x / TEAM, thread = threadIdx.x % TEAM;
+    const int number = SPLIT == 1 ? 0 : threadIdx.x / TEAM, thread = threadIdx.x % TEAM;
     const Walk tiles{ceil_div(p.channels, CHANNELS), ceil_div(p.tokens, TOKENS), p.group};
     const int first = p.sparse_slabs * number / SPLIT, end = p.sparse_slabs * (number + 1) / SPLIT;
     u8* const sums = shared + SPLIT * RING_BYTES;

@@ -18,7 +18,10 @@ __device__ constexpr int width(int plane) {
     if (VALUE_BITS == 6) return DENSE ? (plane % 2 ? 128 : 256) : 512;
     return DENSE || plane == 0 ? 1024 : 128;
 }
-__device__ constexpr int before(int plane) { return plane == 0 ? 0 : before(plane - 1) + width(plane - 1); }
+__device__ constexpr int before(int plane) {
+    if (VALUE_BITS == 6) return DENSE ? plane / 2 * 384 + plane % 2 * 256 : plane * 512;
+    return DENSE || plane == 0 ? plane * 1024 : 1024 + (plane - 1) * 128;
+}
 
 constexpr int BLOCK_BYTES = 4 * before(PLANES);              // of a row block in memory
 constexpr int PARTS = CHANNELS < 64 ? CHANNELS / 16 : 4;     // of a row block, 16 channels each, in shared memory
