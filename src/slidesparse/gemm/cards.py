@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from slidesparse.gemm.ampere.backend import OLDEST, OLDEST_FP8
 from slidesparse.gemm.cusparselt.capabilities import why_no_kernels
 from slidesparse.gemm.hopper.backend import CAPABILITY as HOPPER
 from slidesparse.weights.quant import dtype_name
@@ -43,7 +45,7 @@ class Card:
         }
 
 
-AUTHORS = "the paper's authors"
+AUTHORS = "the paper's authors, on cusparselt"
 
 CARDS = (
     Card("A100", (8, 0), AUTHORS),
@@ -76,10 +78,11 @@ def list_backends(capability: tuple[int, int], dtype: torch.dtype) -> list[str]:
     """Return the sparse backends with kernels of a type for a GPU, tried there or not.
 
     >>> list_backends((9, 0), torch.int8), list_backends((10, 3), torch.int8)
-    (['hopper', 'cusparselt'], [])
+    (['hopper', 'cusparselt'], ['ampere'])
     """
-    hopper = ["hopper"] if capability == HOPPER else []
-    return hopper + (["cusparselt"] if why_no_kernels(dtype, capability) is None else [])
+    oldest = OLDEST_FP8 if dtype == torch.float8_e4m3fn else OLDEST
+    ours = ["hopper"] if capability == HOPPER else ["ampere"] if capability >= oldest else []
+    return ours + (["cusparselt"] if why_no_kernels(dtype, capability) is None else [])
 
 
 def serves_int8(capability: tuple[int, int]) -> bool:
@@ -105,6 +108,14 @@ def describe_measurement(device_name: str) -> str:
     if card is None or card.measured_by == "nobody":
         return "by nobody known to this project: measure it with slidesparse tune"
     return f"by {'this project' if card.measured_by == 'us' else card.measured_by}: docs/cards.md"
+
+
+def ask_for_times(device_name: str, file: Path) -> str | None:
+    """Return a line that asks for a file of times, from a GPU on which this project has not measured; else None."""
+    card = find_card(device_name)
+    if card is not None and card.measured_by == "us":
+        return None
+    return f"slidesparse: this project has no {device_name}: send it the times in {file}, as docs/cards.md says"
 
 
 def table() -> list[tuple[str, ...]]:

@@ -20,6 +20,7 @@ from slidesparse.base.log import LOG
 from slidesparse.base.progress import progress_bar, table
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm import Problem, get_backend
+from slidesparse.gemm.cards import ask_for_times
 from slidesparse.gemm.cusparselt.table import AlgorithmRecord, table_path
 from slidesparse.gemm.cusparselt.tune import tune_shapes
 from slidesparse.gemm.select import installation, wrong_form
@@ -145,6 +146,7 @@ class Tuned:
         if self.path is not None:
             lines.append(table(("layer", "type", "backend", "time over dense, by tokens"), _rows(self.layers)))
             lines.append(f"stored in {self.path}")
+            lines += [asked] if (asked := ask_for_times(installation().gpu, self.path)) else []
         lines += [
             f"{WRONG}: {one.dtype} {one.out}x{one.columns}, {one.name}: auto does not take it here"
             for one in self.wrong
