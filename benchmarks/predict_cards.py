@@ -1,6 +1,6 @@
 """Predict the times of the kernel for `mma.sync` on cards that nobody has measured, from published rates.
 
-    python benchmarks/predict_cards.py results/predicted-cards.json
+    python benchmarks/predict_cards.py results/predicted-cards.jsonl
     python benchmarks/predict_cards.py --check results/h200/mma-sync.jsonl
 
 A model of the kernel's loop, not a measurement. A step of a tile takes as long as the slowest of three: its
@@ -175,9 +175,15 @@ def main() -> None:
     if options.check:
         check(options.file, kernel)
         return
-    head = {"what": __doc__.splitlines()[0], "model": MODEL, "tokens": TOKENS, "kernel": asdict(kernel)}
-    record = head | {"cards": [asdict(card) for card in CARDS], "rows": list(predictions(kernel))}
-    options.file.write_text(json.dumps(record, indent=1) + "\n")
+    head = {
+        "what": __doc__.splitlines()[0],
+        "model": MODEL,
+        "tokens": TOKENS,
+        "patterns": PATTERNS,
+        "kernel": asdict(kernel),
+    }
+    lines = [head, *map(asdict, CARDS), *predictions(kernel)]
+    options.file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 if __name__ == "__main__":
