@@ -125,7 +125,13 @@ def run_product(
     )
 
     def load(
-        tile: Tile | MmaTile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, count_bits: int, value_bits: int, _: bool
+        tile: Tile | MmaTile,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype,
+        device: int,
+        count_bits: int,
+        value_bits: int,
+        _: bool,
     ) -> EmulatedKernel:
         return EmulatedKernel(memory, tile, (dtype, out_dtype), count_bits, value_bits, edit=edit, seed=seed)
 

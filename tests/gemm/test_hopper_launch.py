@@ -15,6 +15,7 @@ import torch
 from slidesparse import InputError, UnsupportedError
 from slidesparse.gemm.hopper import kernel as hopper_kernel
 from slidesparse.gemm.hopper import launch as hopper_launch
+from slidesparse.gemm.hopper import tiles as hopper_tiles
 from slidesparse.gemm.hopper.compile import sources
 from slidesparse.gemm.hopper.kernel import Arguments, Kernel, load_kernel
 from slidesparse.gemm.hopper.launch import WeightAddresses, find_launch
@@ -187,7 +188,7 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     named = {name: call(name) for name in CALLS} | {"CUfunction_attribute": driver.CUfunction_attribute}
     monkeypatch.setattr(hopper_kernel, "_driver", lambda: SimpleNamespace(**named))
-    monkeypatch.setattr(hopper_kernel, "cubin", lambda *given: given)
+    monkeypatch.setattr(hopper_tiles, "cubin", lambda *given: given)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     monkeypatch.setattr(

@@ -41,6 +41,7 @@ class Parts:
     """Stands for the lift, the product and the default, and keeps what they were told."""
 
     out_features, slab_bytes, bands = OUT, VALUES, ()
+    backend = SimpleNamespace(name="hopper")
 
     def __init__(self, *, quantised: bool = True, takes: bool = True, reason: str | None = None) -> None:
         self.lifted: list[tuple[Any, ...]] = []

@@ -14,6 +14,7 @@ import pytest
 import torch
 from runner_listener import forget_runners
 
+from slidesparse.gemm.hopper import choose_tiles
 from slidesparse.gemm.hopper import launch as hopper_launch
 from slidesparse.gemm.hopper.kernel import Kernel
 from slidesparse.gemm.hopper.linear import HopperLinear
@@ -69,7 +70,7 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     lift = pytest.importorskip("slidesparse.lifting.kernel", reason="Triton is not installed")
     caches = lift.find_kernel_lift, lift._launcher
     monkeypatch.setattr(hopper_launch, "load_kernel", load)
-    monkeypatch.setattr(hopper_launch, "multiprocessors", lru_cache(lambda device: 132))
+    monkeypatch.setattr(choose_tiles, "multiprocessors", lru_cache(lambda device: 132))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     forget(*caches)
     yield

@@ -11,9 +11,7 @@ import torch
 from slidesparse.gemm.ampere.compile import OLDEST_COMPILER
 from slidesparse.gemm.ampere.tiles import Card, choose, fitting
 from slidesparse.gemm.backend import Problem
-from slidesparse.gemm.hopper.backend import CAPABILITY as HOPPER
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.hopper.choose_tiles import Band
 from slidesparse.gemm.hopper.compile import nvrtc_version
 from slidesparse.gemm.hopper.kernel import load_kernels
 from slidesparse.gemm.hopper.weights import StepForm
@@ -30,6 +28,7 @@ class Ampere(Hopper):
 
     name = "ampere"
     dense = True
+    choose = staticmethod(choose)
 
     def why_not_on(self, capability: tuple[int, int], dtype: torch.dtype) -> str | None:
         """See :meth:`Hopper.why_not_on`."""
@@ -42,17 +41,13 @@ class Ampere(Hopper):
 
     def yields_to(self, problem: Problem) -> tuple[str, str] | None:
         """See :class:`slidesparse.gemm.backend.Backend`."""
-        if torch.cuda.get_device_capability(problem.device) == HOPPER:
-            return ("hopper-6bit" if problem.bits == 6 else "hopper"), "Hopper has faster instructions"
-        return ("ampere-6bit", "ampere-6bit reads fewer bytes") if problem.bits == 6 else None
+        if problem.bits == 6:
+            return "ampere-6bit", "ampere-6bit reads fewer bytes"
+        return "hopper", "Hopper's own kernel has faster instructions"
 
     def library(self) -> str:
         """See :class:`slidesparse.gemm.backend.Backend`."""
         return f"slidesparse {REVISION}"
-
-    def choose(self, tokens: int, channels: int, form: StepForm, itemsize: int, device: int) -> tuple[Band, ...]:
-        """See :data:`slidesparse.gemm.hopper.choose_tiles.Choose`."""
-        return choose(tokens, channels, form, itemsize, Card.of(device))
 
     def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device, dense: bool = False) -> None:
         """See :class:`slidesparse.gemm.backend.Backend`; it loads every tile."""
@@ -62,12 +57,11 @@ class Ampere(Hopper):
 
 
 class AmpereSixBits(Ampere):
-    """The same for INT8 weights of multiples of 4, stored in six bits; ``slidesparse prune --rounding 6bit`` makes such weights."""
+    """The same for INT8 weights of multiples of 4 (``slidesparse prune --rounding 6bit``), stored in six bits."""
 
     name = "ampere-6bit"
     value_bits = bits = 6
 
     def yields_to(self, problem: Problem) -> tuple[str, str] | None:
         """See :class:`slidesparse.gemm.backend.Backend`."""
-        faster = super().yields_to(problem)
-        return None if faster is not None and faster[0] == self.name else faster
+        return "hopper-6bit", "Hopper's own kernel has faster instructions"

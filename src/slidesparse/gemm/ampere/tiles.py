@@ -52,7 +52,7 @@ class MmaTile:
     dense: bool = False
 
     early, cluster = False, 1
-    """Whether a launch may begin before the kernel before it has ended: no instruction of these cards waits for that."""
+    """Whether a launch may begin before the kernel before it has ended, and the blocks of a cluster: not on these cards."""
 
     def __str__(self) -> str:
         """Return tokens x channels, teams and blocks of a multiprocessor: ``16x64/8b2``."""
@@ -159,9 +159,9 @@ TILES = (
 )
 
 
-def choose(tokens: int, channels: int, form: StepForm, itemsize: int, card: Card) -> tuple[Band, ...]:
-    """Return the launch of a product with the fewest estimated cycles."""
-    return (Band(_cheapest(tokens, channels, form, itemsize, card), channels),)
+def choose(tokens: int, channels: int, form: StepForm, itemsize: int, device: int) -> tuple[Band, ...]:
+    """Return the launch of a product: see :data:`slidesparse.gemm.hopper.choose_tiles.Choose`."""
+    return (Band(cheapest(tokens, channels, form, itemsize, Card.of(device)), channels),)
 
 
 def fitting(form: StepForm, itemsize: int, card: Card) -> list[MmaTile]:
@@ -174,5 +174,6 @@ def fitting(form: StepForm, itemsize: int, card: Card) -> list[MmaTile]:
 
 
 @lru_cache(maxsize=1 << 13)
-def _cheapest(tokens: int, channels: int, form: StepForm, itemsize: int, card: Card) -> MmaTile:
+def cheapest(tokens: int, channels: int, form: StepForm, itemsize: int, card: Card) -> MmaTile:
+    """Return the tile with the fewest estimated cycles."""
     return min(fitting(form, itemsize, card), key=lambda tile: tile.cycles(tokens, channels, form, itemsize, card))

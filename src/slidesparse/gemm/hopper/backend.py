@@ -15,7 +15,7 @@ from slidesparse.base.torch_private import empty, is_current
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.backend import Backend, ChainRunner, LiftThenMultiply, OneByOne, Operand, Problem, Runner, gpu_of
 from slidesparse.gemm.hopper.chain import HopperChain
-from slidesparse.gemm.hopper.choose_tiles import AnyTile, Band, choose_for
+from slidesparse.gemm.hopper.choose_tiles import AnyTile, Band, Choose, choose_for
 from slidesparse.gemm.hopper.compile import TYPES, nvrtc_version
 from slidesparse.gemm.hopper.kernel import driver_version, load_kernels
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses, find_launch
@@ -47,6 +47,8 @@ class Hopper(Backend):
     """Bits of a kept value in memory."""
     dense = False
     """Whether it has a form for dense weights."""
+    choose: Choose = staticmethod(choose_for)
+    """Chooses the tiles of a product."""
 
     def why_not(self, problem: Problem) -> str | None:
         """See :class:`slidesparse.gemm.backend.Backend`."""
@@ -104,10 +106,6 @@ class Hopper(Backend):
     def columns(self, operand: Operand, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         """See :class:`slidesparse.gemm.backend.Backend`; in torch, with or without a GPU."""
         return unpack_steps(operand[0], self.form_of(operand[0]), shape[0], dtype)
-
-    def choose(self, tokens: int, channels: int, form: StepForm, itemsize: int, device: int) -> tuple[Band, ...]:
-        """Return the launches of a product: see :data:`slidesparse.gemm.hopper.choose_tiles.Choose`."""
-        return choose_for(tokens, channels, form, itemsize, device)
 
     def form_of(self, steps: torch.Tensor) -> StepForm:
         """Return the form of a weight on this backend: metadata with every step, or a dense one."""

@@ -60,13 +60,13 @@ class Kernel:
 
     def __init__(self, function: Any, context: Any, tile: AnyTile, shared_bytes: int, multiprocessors: int) -> None:
         self.function, self.context, self.tile = function, context, tile
-        self.shared_bytes, self.multiprocessors = shared_bytes, multiprocessors
+        self.shared_bytes, self.multiprocessors, self._cluster = shared_bytes, multiprocessors, tile.cluster
         self._configs: dict[tuple[int, int], Any] = {}  # one for each grid and stream: few, and never dropped
 
     def grid(self, tiles: int) -> int:
         """Return the number of blocks of a launch over so many tiles."""
-        tile = self.tile  # a cluster computes one tile; blocks without a cluster walk over several
-        return min(tiles, self.multiprocessors * tile.blocks) if tile.cluster == 1 else tiles * tile.cluster
+        # A cluster computes one tile; blocks without a cluster walk over several.
+        return min(tiles, self.multiprocessors * self.tile.blocks) if self._cluster == 1 else tiles * self._cluster
 
     def launch(self, arguments: Arguments, grid: int, stream: int) -> None:
         """Run ``grid`` blocks on ``stream``; the kernel's device must be the current one.

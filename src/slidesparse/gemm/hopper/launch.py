@@ -72,6 +72,7 @@ class GemmLaunch:
         types: Arguments of :func:`slidesparse.gemm.hopper.kernel.load_kernel` between its first and last one.
         sizes: The numbers of the whole product.
         slab_bytes: Bytes of the activations.
+        tile_bytes: See :class:`BandLaunch`.
         form: Form of the weight.
         choose: Chooses the tiles for other numbers of tokens.
 
@@ -79,7 +80,7 @@ class GemmLaunch:
         UnsupportedError: A kernel cannot be loaded.
     """
 
-    __slots__ = ("_choose", "_form", "_sizes", "_types", "bands", "slab_bytes")
+    __slots__ = ("_choose", "_form", "_sizes", "_tile_bytes", "_types", "bands", "slab_bytes")
 
     def __init__(
         self,
@@ -87,12 +88,13 @@ class GemmLaunch:
         types: tuple[torch.dtype, torch.dtype, int, int, int],
         sizes: Arguments,
         slab_bytes: int,
+        tile_bytes: int,
         form: StepForm,
         choose: Choose,
     ) -> None:
-        self.slab_bytes, self._types, self._sizes, self._form, self._choose = slab_bytes, types, sizes, form, choose
+        self.slab_bytes, self._types, self._sizes, self._tile_bytes = slab_bytes, types, sizes, tile_bytes
+        self._form, self._choose = form, choose
         self.bands: list[BandLaunch] = []
-        tile_bytes = math.prod(form.shape(TILE_ROWS, types[0].itemsize))
         start = 0
         for tile, channels in bands:
             own, kernel = Arguments.from_buffer_copy(sizes), load_kernel(tile, *types, False)
@@ -108,7 +110,7 @@ class GemmLaunch:
         sizes.tokens, channels, form = tokens, sizes.channels, self._form
         slab_bytes = SLABS.padded(tokens) * SLAB_BYTES * form.slabs
         bands = self._choose(tokens, channels, form, self._types[0].itemsize, self._types[2]) if channels else ()
-        return GemmLaunch(bands, self._types, sizes, slab_bytes, form, self._choose)
+        return GemmLaunch(bands, self._types, sizes, slab_bytes, self._tile_bytes, form, self._choose)
 
     def launch(self, x: int, scale_x: int | None, weight: WeightAddresses, y: int) -> None:
         """Multiply, unchecked, on the current stream of the device, which must be the current one.
@@ -172,4 +174,4 @@ def _launch(
     sizes = Arguments(tokens=tokens, channels=out_features, sparse_slabs=form.slabs, group=GROUP, windows=form.windows)
     types = dtype, out_dtype, device, form.count_bits, form.value_bits
     bands = bands if tokens and out_features else ()
-    return GemmLaunch(bands, types, sizes, slab_bytes, form, choose)
+    return GemmLaunch(bands, types, sizes, slab_bytes, math.prod(steps[1:]), form, choose)

@@ -16,14 +16,14 @@ struct Loader {
     const u8 *x, *w;
 
     __device__ __forceinline__ Loader(const Arguments& p, const Walk& tiles, int thread, int first, int end)
-        : p(p), tiles(tiles), own(thread * 16), first(first), end(end), tile(blockIdx.x), x_left(0), w_left(0) {
+        : p(p), tiles(tiles), own(thread * 16), first(first), end(end), tile(blockIdx.x) {
         start();
     }
 
     __device__ __forceinline__ void start() {
         slab = first;
         if (tile >= tiles.count() || first == end) {  // nothing is copied any more
-            x_left = w_left = 0;
+            x_left = w_left = -own;
             return;
         }
         int row_tile, token_tile;
