@@ -54,12 +54,16 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, tuple
         yield {case: (ask(engine), engine.call("kernels", 1024)) for case, engine in engines.items()}
 
 
+def products(kernels: dict[str, int]) -> int:
+    return sum(count for kernel, count in kernels.items() if "sparse_gemm" in kernel)
+
+
 @pytest.mark.parametrize(("weights", "rounding", "name"), EAGER, ids=str)
 def test_eager_int8_gives_every_bit_of_stock_vllm(
     asked: dict[Case, tuple[Answers, dict[str, int]]], weights: Weights, rounding: Rounding, name: str
 ) -> None:
     (stock, _), (ours, kernels) = (asked[weights, rounding, who, "eager"] for who in (STOCK, name))
-    assert kernels.get("gemm") == 4 * LAYERS
+    assert products(kernels) == 4 * LAYERS
     assert ours == stock
 
 
@@ -68,6 +72,6 @@ def test_compiled_is_as_near_to_stock_as_stock_is_to_itself(
     asked: dict[Case, tuple[Answers, dict[str, int]]], weights: Weights, rounding: Rounding, name: str
 ) -> None:
     stock, kernels = asked[weights, rounding, STOCK, "compiled"][0], asked[weights, rounding, name, "compiled"][1]
-    assert kernels.get("gemm") == 4 * LAYERS
+    assert products(kernels) == 4 * LAYERS
     ours = difference(stock, asked[weights, rounding, name, "compiled"][0])
     assert ours <= 2 * difference(stock, asked[weights, rounding, STOCK, "eager"][0])  # see test_vllm.py
