@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from slidesparse.gemm.ampere.backend import OLDEST, OLDEST_FP8
 from slidesparse.gemm.cusparselt.capabilities import why_no_kernels
 from slidesparse.gemm.hopper.backend import CAPABILITY as HOPPER
 from slidesparse.weights.quant import dtype_name
@@ -78,11 +77,10 @@ def list_backends(capability: tuple[int, int], dtype: torch.dtype) -> list[str]:
     """Return the sparse backends with kernels of a type for a GPU, tried there or not.
 
     >>> list_backends((9, 0), torch.int8), list_backends((10, 3), torch.int8)
-    (['hopper', 'cusparselt'], ['ampere'])
+    (['hopper', 'cusparselt'], [])
     """
-    oldest = OLDEST_FP8 if dtype == torch.float8_e4m3fn else OLDEST
-    ours = ["hopper"] if capability == HOPPER else ["ampere"] if capability >= oldest else []
-    return ours + (["cusparselt"] if why_no_kernels(dtype, capability) is None else [])
+    hopper = ["hopper"] if capability == HOPPER else []
+    return hopper + (["cusparselt"] if why_no_kernels(dtype, capability) is None else [])
 
 
 def serves_int8(capability: tuple[int, int]) -> bool:
