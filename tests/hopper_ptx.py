@@ -16,11 +16,10 @@ from slidesparse.gemm.ampere import compile
 from slidesparse.gemm.ampere.tiles import MmaTile
 from slidesparse.gemm.hopper import launch
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.hopper.choose_tiles import Band
+from slidesparse.gemm.hopper.choose_tiles import AnyTile, Band
 from slidesparse.gemm.hopper.compile import options, sources
 from slidesparse.gemm.hopper.kernel import Arguments
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses
-from slidesparse.gemm.hopper.tiles import Tile
 from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.lifting.layout import Lifted
 from slidesparse.weights.packed import PackedWeight
@@ -34,7 +33,7 @@ MULTIPROCESSORS = 2
 
 @cache
 def program(
-    tile: Tile | MmaTile,
+    tile: AnyTile,
     dtype: torch.dtype,
     out_dtype: torch.dtype,
     count_bits: int = 0,
@@ -72,7 +71,7 @@ class EmulatedKernel:
     def __init__(
         self,
         memory: GlobalMemory,
-        tile: Tile | MmaTile,
+        tile: AnyTile,
         types: tuple[torch.dtype, torch.dtype],
         count_bits: int = 0,
         value_bits: int = 8,
@@ -105,7 +104,7 @@ class EmulatedKernel:
 def run_product(
     x: Lifted,
     packed: PackedWeight,
-    tile: Tile | MmaTile | tuple[Band, ...],
+    tile: AnyTile | tuple[Band, ...],
     out_dtype: torch.dtype = torch.float32,
     bias: torch.Tensor | None = None,
     edit: tuple[str, str] | None = None,
@@ -125,7 +124,7 @@ def run_product(
     )
 
     def load(
-        tile: Tile | MmaTile,
+        tile: AnyTile,
         dtype: torch.dtype,
         out_dtype: torch.dtype,
         device: int,

@@ -41,8 +41,8 @@ RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 FORBIDDEN = {
     "lifting": {"torch.nn", "safetensors", "transformers"},  # kernels and GEMMs never see modules or files
     "gemm": {"torch.nn", "safetensors", "transformers"},
-    "gemm/hopper": {"slidesparse.gemm.cusparselt"},  # a backend can be deleted without touching another
-    "gemm/cusparselt": {"slidesparse.gemm.hopper"},
+    "gemm/hopper": {"slidesparse.gemm.cusparselt", "slidesparse.gemm.ampere"},  # a backend can be deleted without touching another
+    "gemm/cusparselt": {"slidesparse.gemm.hopper", "slidesparse.gemm.ampere"},
     "layer": {"json", "pathlib", "safetensors"},  # a layer never sees files
     "models": {"json", "pathlib", "safetensors"},
 }

@@ -100,7 +100,7 @@ def test_linears_of_one_backend_in_a_row_have_one_runner(monkeypatch: pytest.Mon
     assert [slots.pick(tensors).norm_weight for slots in first] == [None, gains[0]]
 
 
-@pytest.mark.parametrize("name", ["reference", "dense", "hopper", "hopper-6bit", "cusparselt"])
+@pytest.mark.parametrize("name", ["reference", "dense", "hopper", "hopper-6bit", "ampere", "cusparselt"])
 def test_a_backend_without_a_faster_way_lifts_then_multiplies(name: str) -> None:
     backend = get_backend(name)
     # The faster ways need the kernel's.

@@ -10,6 +10,7 @@ import torch
 from hopper_forms import Bundles, SixBitBundles
 
 from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.gemm.ampere.backend import Ampere
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
 from slidesparse.gemm.hopper.weights import COUNTS, StepForm, bundle_of
 from slidesparse.gemm.select import BACKENDS
@@ -39,6 +40,7 @@ FORMS = [
     *((Hopper, pattern, dtype) for pattern in (*PATTERNS, "6:8", "16:18") for dtype in DTYPES),
     *((Bundles, pattern, dtype) for pattern in BUNDLED for dtype in DTYPES[:2]),
     *((HopperSixBits, pattern, torch.int8) for pattern in (*PATTERNS, "dense")),
+    *((Ampere, "dense", dtype) for dtype in DTYPES),
     *((SixBitBundles, pattern, torch.int8) for pattern in BUNDLED),
 ]
 

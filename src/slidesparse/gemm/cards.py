@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from slidesparse.gemm.cusparselt.capabilities import why_no_kernels
+from slidesparse.gemm.ampere import backend as ampere
+from slidesparse.gemm.cusparselt import capabilities as cusparselt
 from slidesparse.gemm.hopper.backend import CAPABILITY as HOPPER
 from slidesparse.weights.quant import dtype_name
 
@@ -77,10 +78,14 @@ def list_backends(capability: tuple[int, int], dtype: torch.dtype) -> list[str]:
     """Return the sparse backends with kernels of a type for a GPU, tried there or not.
 
     >>> list_backends((9, 0), torch.int8), list_backends((10, 3), torch.int8)
-    (['hopper', 'cusparselt'], [])
+    (['hopper', 'cusparselt', 'ampere'], ['ampere'])
     """
-    hopper = ["hopper"] if capability == HOPPER else []
-    return hopper + (["cusparselt"] if why_no_kernels(dtype, capability) is None else [])
+    has = {
+        "hopper": capability == HOPPER,
+        "cusparselt": cusparselt.why_no_kernels(dtype, capability) is None,
+        "ampere": ampere.why_no_kernels(dtype, capability) is None,
+    }
+    return [name for name, here in has.items() if here]
 
 
 def serves_int8(capability: tuple[int, int]) -> bool:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from slidesparse.gemm.ampere.compile import OLDEST_COMPILER
 from slidesparse.gemm.ampere.tiles import Card, choose, fitting
 from slidesparse.gemm.backend import Problem
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.hopper.compile import nvrtc_version
 from slidesparse.gemm.hopper.kernel import load_kernels
 from slidesparse.gemm.hopper.weights import StepForm
 
@@ -23,21 +21,24 @@ OLDEST, OLDEST_FP8 = (8, 0), (8, 9)
 """First compute capabilities: with Sparse Tensor Cores, and with FP8."""
 
 
+def why_no_kernels(dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
+    """Return the reason why a compute capability has no kernels of a type; None if it has."""
+    needed = OLDEST_FP8 if dtype == torch.float8_e4m3fn else OLDEST
+    if capability >= needed:
+        return None
+    return f"it needs compute capability {needed[0]}.{needed[1]}, this GPU has {capability[0]}.{capability[1]}"
+
+
 class Ampere(Hopper):
     """The backend that multiplies 2:4 or dense weights by ``mma.sync``, in one launch."""
 
     name = "ampere"
-    dense = True
+    dense, oldest_compiler = True, (12, 5)  # PTX 8.5, for mma.sp::ordered_metadata
     choose = staticmethod(choose)
 
     def why_not_on(self, capability: tuple[int, int], dtype: torch.dtype) -> str | None:
         """See :meth:`Hopper.why_not_on`."""
-        needed = OLDEST_FP8 if dtype == torch.float8_e4m3fn else OLDEST
-        if capability < needed:
-            return f"it needs compute capability {needed[0]}.{needed[1]}, this GPU has {capability[0]}.{capability[1]}"
-        if nvrtc_version() < OLDEST_COMPILER:
-            return "it needs NVRTC {}.{} or newer".format(*OLDEST_COMPILER)
-        return None
+        return why_no_kernels(dtype, capability)
 
     def yields_to(self, problem: Problem) -> tuple[str, str] | None:
         """See :class:`slidesparse.gemm.backend.Backend`."""

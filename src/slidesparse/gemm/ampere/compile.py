@@ -12,9 +12,6 @@ from slidesparse.gemm.hopper.compile import OUTPUTS, TYPES, machine_code, read_s
 if TYPE_CHECKING:
     from slidesparse.gemm.ampere.tiles import MmaTile
 
-OLDEST_COMPILER = (12, 5)
-"""The first NVRTC with ``mma.sp::ordered_metadata`` (PTX 8.5)."""
-
 FOLDER = Path(__file__).with_name("csrc")
 
 

@@ -19,8 +19,6 @@ from slidesparse.gemm.hopper.weights import StepForm, step_bytes
 from slidesparse.lifting.layout import SLAB_BYTES
 
 FEWEST_STAGES, MOST_STAGES = 3, 8
-L2_BYTES = 40
-"""Bytes that a multiprocessor of an A100 or H200 gets from L2 in a cycle."""
 TILE_CYCLES = 3000
 """Cycles of a tile besides its steps."""
 
@@ -52,7 +50,7 @@ class MmaTile:
     dense: bool = False
 
     early, cluster = False, 1
-    """Whether a launch may begin before the kernel before it has ended, and the blocks of a cluster: not on these cards."""
+    """These cards have neither launches that begin before the kernel before them has ended, nor clusters."""
 
     def __str__(self) -> str:
         """Return tokens x channels, teams and blocks of a multiprocessor: ``16x64/8b2``."""
@@ -108,7 +106,7 @@ class MmaTile:
         weights = self.channels * step_bytes(itemsize, form.value_bits, self.dense) // 64
         loaded = self.tokens * SLAB_BYTES + weights
         read = self.token_warps * weights + self.row_warps * self.tokens * SLAB_BYTES
-        step = max(instructions * card.instruction_cycles, (loaded + read) / 128, loaded / L2_BYTES)
+        step = max(instructions * card.instruction_cycles, (loaded + read) / 128, loaded / card.l2_bytes)
         waves = self.count(tokens, channels) / (card.multiprocessors * self.blocks)
         waves = max(1.0, waves) if self.blocks > 1 else float(-int(-waves // 1))
         return waves * self.blocks * (form.slabs * step + TILE_CYCLES / self.blocks)
@@ -133,6 +131,11 @@ class Card(NamedTuple):
     shared_bytes: int
     instruction_cycles: int
 
+    @property
+    def l2_bytes(self) -> int:
+        """Bytes of a multiprocessor from L2 in a cycle: 35 and 37 on an A100 and H200, 15 on Ada (docs/log/ampere-kernel.md)."""
+        return 36 if self.instruction_cycles == 2 else 15
+
     @classmethod
     @lru_cache
     def of(cls, device: int) -> Card:
@@ -142,12 +145,13 @@ class Card(NamedTuple):
         return cls(about.multi_processor_count, about.shared_memory_per_block_optin, 2 if whole_rate else 4)
 
 
-TILES = (
+TILES = (  # those of few tokens split K among warps that need not wait for each other
     MmaTile(4, 12, 4, 2, ahead=False),
     MmaTile(4, 10, 4, 2),
     MmaTile(4, 8, 4, 2),
     MmaTile(4, 6, 4, 2),  # the one with the fewest bytes from L2 for 2:4 in eight bits in 99 KiB of shared memory
     MmaTile(4, 4, 2, 4),
+    MmaTile(2, 4, 4, 2),
     MmaTile(4, 4, 2, 2, split=2),
     MmaTile(4, 4, 1, 2, split=4),
     MmaTile(4, 4, 1, 2, split=2),

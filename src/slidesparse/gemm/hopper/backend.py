@@ -47,6 +47,8 @@ class Hopper(Backend):
     """Bits of a kept value in memory."""
     dense = False
     """Whether it has a form for dense weights."""
+    oldest_compiler = 12, 0
+    """First NVRTC with the kernel's instructions."""
     choose: Choose = staticmethod(choose_for)
     """Chooses the tiles of a product."""
 
@@ -65,6 +67,8 @@ class Hopper(Backend):
             compiler, driver = nvrtc_version(), driver_version()
         except UnsupportedError as error:
             return str(error)
+        if compiler < self.oldest_compiler:
+            return "it needs NVRTC {}.{} or newer".format(*self.oldest_compiler)
         if driver < compiler[0]:
             return f"NVRTC {compiler[0]} makes code that this driver, of CUDA {driver}, cannot load; update the driver"
         return None if self.bits in (None, problem.bits) else "a value of its weight has more than 6 bits"

@@ -16,7 +16,7 @@ struct Loader {
     const u8 *x, *w;
 
     __device__ __forceinline__ Loader(const Arguments& p, const Walk& tiles, int thread, int first, int end)
-        : p(p), tiles(tiles), own(thread * 16), first(first), end(end), tile(blockIdx.x) {
+        : p(p), tiles(tiles), own(thread * 16), first(first), end(end), tile(blockIdx.x), part(0), x(p.x), w(p.sparse) {
         start();
     }
 
