@@ -133,7 +133,7 @@ class Card(NamedTuple):
 
     @property
     def l2_bytes(self) -> int:
-        """Bytes of a multiprocessor from L2 in a cycle: 35 to 37 on A100 and H200, 15 on Ada (docs/log/ampere-kernel.md)."""
+        """Bytes of a multiprocessor from L2 in a cycle, about: A100 35, H200 37, Ada 15 (docs/log/ampere-kernel.md)."""
         return 36 if self.instruction_cycles == 2 else 15
 
     @classmethod
