@@ -15,6 +15,7 @@ import torch
 
 from slidesparse.gemm.ampere.compile import compile_variant
 from slidesparse.gemm.hopper.choose_tiles import Band
+from slidesparse.gemm.hopper.tiles import BLOCK_BYTES
 from slidesparse.gemm.hopper.weights import StepForm, step_bytes
 from slidesparse.lifting.layout import SLAB_BYTES
 
@@ -123,7 +124,7 @@ class Card(NamedTuple):
 
     Attributes:
         multiprocessors: Its multiprocessors.
-        shared_bytes: Shared memory of one of them for blocks.
+        shared_bytes: Shared memory of one of them for a block.
         instruction_cycles: Cycles of a multiprocessor for an instruction.
     """
 
@@ -142,7 +143,8 @@ class Card(NamedTuple):
         """Return those of a CUDA device."""
         about = torch.cuda.get_device_properties(device)
         whole_rate = (about.major, about.minor) in ((8, 0), (9, 0), (10, 0), (10, 3))
-        return cls(about.multi_processor_count, about.shared_memory_per_block_optin, 2 if whole_rate else 4)
+        shared = about.shared_memory_per_multiprocessor - BLOCK_BYTES
+        return cls(about.multi_processor_count, shared, 2 if whole_rate else 4)
 
 
 TILES = (  # those of few tokens split K among warps that need not wait for each other
