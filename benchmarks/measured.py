@@ -393,6 +393,22 @@ def authors() -> str:
     return markdown(head, rows, text_columns=2)
 
 
+def predicted() -> str:
+    """What benchmarks/predict_cards.py predicts: dense's time over that of each pattern, by the number of tokens."""
+    head, *lines = map(json.loads, (RESULTS / "predicted-cards.jsonl").read_text().splitlines())
+    rows = (
+        (
+            row["card"],
+            f"{TYPES[row['dtype']]}, {row['bits']} bits",
+            *(" / ".join(map(shown, gains)) for gains in by_tokens),
+        )
+        for row in lines
+        if "card" in row
+        for by_tokens in [zip(*(row[pattern] for pattern in head["patterns"]), strict=True)]
+    )
+    return markdown((" / ".join(head["patterns"]), "weights", *map(str, head["tokens"])), rows, text_columns=2)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "curve": curve,
     "served-0.33": partial(
@@ -425,6 +441,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "demo": demo,
     "cards": cards,
     "authors": authors,
+    "predicted": predicted,
 }
 
 

@@ -111,6 +111,7 @@ def pretend_hopper(monkeypatch: pytest.MonkeyPatch, cache: Path, *modules: Modul
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(select, "driver_version", lambda: "580.1")
+    monkeypatch.setattr(at_load, "ask_for_times", lambda *_: None)
 
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from slidesparse.weights.pattern import Pattern
+from slidesparse.weights.quant import Rounding
 from slidesparse_bench.engine.engine_process import Engine
 from slidesparse_bench.engine.vllm_checkpoint import model_config, write_checkpoint
 
@@ -37,12 +38,13 @@ def prompts(count: int = PROMPTS) -> list[list[int]]:
     return [shared + prompt if i % 4 == 0 else prompt for i, prompt in enumerate(made)]
 
 
-def checkpoint(folder: Path, weights: Weights) -> Path:
+def checkpoint(folder: Path, weights: Weights, rounding: Rounding = "absmax") -> Path:
     """A random checkpoint, written on the first call."""
     dtype, pattern = weights
-    path = folder / f"{dtype}-{pattern.replace(':', 'of')}"
+    path = folder / f"{dtype}-{pattern.replace(':', 'of')}-{rounding}"
     if not path.exists():
-        write_checkpoint(path, model_config("Qwen2.5-7B", LAYERS), dtype, Pattern.parse(pattern), torch.device("cuda"))
+        config, device = model_config("Qwen2.5-7B", LAYERS), torch.device("cuda")
+        write_checkpoint(path, config, dtype, Pattern.parse(pattern), device, rounding)
     return path
 
 

@@ -15,7 +15,7 @@ import torch
 from tuning_fakes import FakeClock, FakeStopwatch, Quick, pretend_gpu
 
 from slidesparse.base.file_lock import file_lock
-from slidesparse.gemm import Problem, choose, select, speed_files
+from slidesparse.gemm import Problem, cards, choose, select, speed_files
 from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.select import installation
 from slidesparse.gemm.speed import LayerSpeed
@@ -91,6 +91,20 @@ def test_a_layer_is_measured_once_and_read_by_the_next_start(lines: Callable[[],
     assert not loaded(tuner())
     assert lines() == []
     assert tuned_path(installation(CPU)).stat() == before
+
+
+def test_the_times_of_a_gpu_that_this_project_has_not_are_asked_for_once(
+    monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[str]]
+) -> None:
+    monkeypatch.setattr(at_load, "ask_for_times", cards.ask_for_times)
+    by = tuner()
+    for pattern in (Pattern(6, 8), Pattern(4, 6)):
+        assert loaded(by, replace(PROBLEM, pattern=pattern))
+    (asked,) = (line for line in lines() if "docs/cards.md" in line)
+    assert str(tuned_path(installation(CPU))) in asked
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert loaded(tuner(), replace(PROBLEM, out_features=2 * OUT))
+    assert not [line for line in lines() if "docs/cards.md" in line]
 
 
 @pytest.mark.parametrize(

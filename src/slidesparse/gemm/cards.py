@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class Card:
         }
 
 
-AUTHORS = "the paper's authors"
+AUTHORS = "the paper's authors, on cusparselt"
 
 CARDS = (
     Card("A100", (8, 0), AUTHORS),
@@ -110,6 +111,14 @@ def describe_measurement(device_name: str) -> str:
     if card is None or card.measured_by == "nobody":
         return "by nobody known to this project: a start measures its layers"
     return f"by {'this project' if card.measured_by == 'us' else card.measured_by}: docs/cards.md"
+
+
+def ask_for_times(device_name: str, file: Path) -> str | None:
+    """Return a line that asks for a file of times, from a GPU on which this project has not measured; else None."""
+    card = find_card(device_name)
+    if card is not None and card.measured_by == "us":
+        return None
+    return f"slidesparse: this project has no {device_name}: send it the times in {file}, as docs/cards.md says"
 
 
 def table() -> list[tuple[str, ...]]:

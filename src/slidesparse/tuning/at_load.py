@@ -22,8 +22,10 @@ import torch
 
 from slidesparse.base.arguments import shown
 from slidesparse.base.file_lock import file_lock
+from slidesparse.base.log import log_once
 from slidesparse.errors import InputError, SlideSparseError
 from slidesparse.gemm import Problem
+from slidesparse.gemm.cards import ask_for_times
 from slidesparse.gemm.expert_times import ExpertKind, keep_expert_times, measured_here, was_wrong
 from slidesparse.gemm.select import Fallback, backends_to_compare, can_be_timed, find_measured, installation, wrong_form
 from slidesparse.gemm.speed import LayerSpeed, lacking
@@ -174,6 +176,8 @@ class LoadTuner:
         if layer is not None:
             line = "slidesparse: measured %s in %.1f s (%s): %s"
             self.log.info(line, name, seconds, path or "not kept", explain(layer))
+            if path is not None and (asked := ask_for_times(installation().gpu, path)) is not None:
+                log_once(asked, log=self.log)
         if self._clock() >= end and (taken.layer is None or lacking(tokens, taken.layer.tokens)):
             self._tell_spent()
 

@@ -20,8 +20,6 @@ from slidesparse.gemm.hopper.weights import StepForm, step_bytes
 from slidesparse.lifting.layout import SLAB_BYTES
 
 FEWEST_STAGES, MOST_STAGES = 3, 8
-L2_BYTES = 40
-"""Bytes that a multiprocessor of an A100 or H200 gets from L2 in a cycle."""
 TILE_CYCLES = 3000
 """Cycles of a tile besides its steps."""
 
@@ -93,8 +91,7 @@ class MmaTile:
         ring = self.split * self.stages * self.stage_bytes(itemsize, value_bits)
         sums = self.split // 2 * self.channels * self.tokens * 4
         factors = (self.tokens + 2 * self.channels) * 4
-        pieces = self.team // 32 * 16 * (self.row_blocks * 32 + 16)
-        return 128 + ring + sums + factors + pieces
+        return 128 + ring + sums + factors
 
     def fitted(self, room: int, itemsize: int, value_bits: int) -> MmaTile | None:
         """Return the tile with as many stages as fit into ``room`` bytes for each block; None without enough."""
@@ -110,7 +107,7 @@ class MmaTile:
         weights = self.channels * step_bytes(itemsize, form.value_bits, self.dense) // 64
         loaded = self.tokens * SLAB_BYTES + weights
         read = self.token_warps * weights + self.row_warps * self.tokens * SLAB_BYTES
-        step = max(instructions * card.instruction_cycles, (loaded + read) / 128, loaded / L2_BYTES)
+        step = max(instructions * card.instruction_cycles, (loaded + read) / 128, loaded / card.l2_bytes)
         waves = self.count(tokens, channels) / (card.multiprocessors * self.blocks)
         waves = max(1.0, waves) if self.blocks > 1 else float(-int(-waves // 1))
         return waves * self.blocks * (form.slabs * step + TILE_CYCLES / self.blocks)
@@ -135,6 +132,11 @@ class Card(NamedTuple):
     shared_bytes: int
     instruction_cycles: int
 
+    @property
+    def l2_bytes(self) -> int:
+        """Bytes of a multiprocessor from L2 in a cycle, about: A100 35, H200 37, Ada 15 (docs/log/ampere-kernel.md)."""
+        return 36 if self.instruction_cycles == 2 else 15
+
     @classmethod
     @lru_cache
     def of(cls, device: int) -> Card:
@@ -149,6 +151,7 @@ TILES = (  # those of few tokens split K among warps that need not wait for each
     MmaTile(4, 12, 4, 2, ahead=False),
     MmaTile(4, 10, 4, 2),
     MmaTile(4, 8, 4, 2),
+    MmaTile(4, 6, 4, 2),  # the one with the fewest bytes from L2 for 2:4 in eight bits in 99 KiB of shared memory
     MmaTile(4, 4, 2, 4),
     MmaTile(2, 4, 4, 2),
     MmaTile(4, 4, 2, 2, split=2),

@@ -135,6 +135,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sparse_gemm(const 
 #pragma unroll 1
         for (int slab = first; slab < end; slab++) team.step<0>(d);
         if (SPLIT > 1) add_teams(d, (acc_t*)sums, number, thread);
-        if (number == 0) store.store(d);
+        if (number == 0) store.store(d, shared + (team.last - shared_address(shared)));
     }
 }

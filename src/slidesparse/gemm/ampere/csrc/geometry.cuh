@@ -37,6 +37,7 @@ constexpr int PIECE_BYTES = 16 * (ROW_BLOCKS * 32 + 16);     // of a warp: enoug
 constexpr int FACTOR_BYTES = (TOKENS + 2 * CHANNELS) * 4;    // token scales, channel scales and bias
 constexpr int SUM_BYTES = SPLIT / 2 * CHANNELS * TOKENS * 4; // the sums of half of the teams
 
+static_assert(TEAM / 32 * PIECE_BYTES <= STAGE_BYTES, "results are stored through a stage");
 static_assert(STAGES >= 3, "one stage is read, the next one has been awaited, and another is filled");
 static_assert(PARTS % ROW_BLOCKS == 0 || ROW_BLOCKS % PARTS == 0, "a warp starts at a row block, or ends within one");
 static_assert(!DENSE || TOKEN_BLOCKS % 2 == 0, "a dense weight's activations are loaded for 16 tokens");

@@ -11,15 +11,13 @@ using Sums = acc_t[ROW_BLOCKS][TOKEN_BLOCKS][4];
 struct Store {
     const Arguments& p;
     float* const factors;  // [TOKENS] token scales, [CHANNELS] channel scales, [CHANNELS] bias, in shared memory
-    u8* const piece;       // of this warp
     const int thread, warp, lane, team;
     int first_channel, first_token;
     float token_scale[(TOKENS + TEAM - 1) / TEAM];
     Channel channel[(CHANNELS + TEAM - 1) / TEAM];
 
     __device__ __forceinline__ Store(const Arguments& p, u8* shared, int thread, int team)
-        : p(p), factors((float*)shared), piece(shared + FACTOR_BYTES + thread / 32 * PIECE_BYTES), thread(thread),
-          warp(thread / 32), lane(thread % 32), team(team) {}
+        : p(p), factors((float*)shared), thread(thread), warp(thread / 32), lane(thread % 32), team(team) {}
 
     // Fetch this thread's share of a tile's scales and bias, before the multiplication, which hides the latency.
     __device__ __forceinline__ void fetch(int row_tile, int token_tile) {
@@ -46,8 +44,10 @@ struct Store {
         sync_team(team);
     }
 
-    __device__ __forceinline__ void store(const Sums& d) const {
+    // Store the results of a tile, through a stage that this team has just read, and fills after its next barrier.
+    __device__ __forceinline__ void store(const Sums& d, u8* stage) const {
         share();
+        u8* const piece = stage + warp * PIECE_BYTES;
         const int own_channels = warp / TOKEN_WARPS * ROW_BLOCKS * 16, own_tokens = warp % TOKEN_WARPS * TOKEN_BLOCKS * 8;
         Channel c[ROW_BLOCKS][2];
 #pragma unroll

@@ -1,0 +1,190 @@
+"""Predict the times of the kernel for `mma.sync` on cards that nobody has measured, from published rates.
+
+    python benchmarks/predict_cards.py results/predicted-cards.jsonl
+    python benchmarks/predict_cards.py --check results/h200/mma-sync.jsonl
+
+A model of the kernel's loop, not a measurement. A step of a tile takes as long as the slowest of three: its
+instructions, its bytes through shared memory (written once, and read by each warp that needs them), its bytes from L2.
+A launch takes the steps of the busiest multiprocessor and its bytes from memory, which overlap in part: the root of the
+sum of their squares. What no rate says is in :class:`Kernel`.
+
+Instruction rates are NVIDIA's (whitepapers of GA100, AD102 and GB202, datasheets of A100 and L40S); an H200's are ours.
+What reads reach from memory and L2 was measured by others: te42kyfo/gpu-benches (A100 80GB, L40), and for an RTX 4090
+smallscientist1/cuda_microbenchmark (L2, by cp.async) and xytpai/nvbench. Those of an RTX 5090 are scaled from the
+4090's. FP8 is added up in float32, at half of the rate on GeForce cards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from slidesparse.gemm.ampere.tiles import TILE_CYCLES, TILES, MmaTile
+from slidesparse.lifting.layout import SLAB_BYTES
+from slidesparse.offline.known_models import MODELS
+from slidesparse.weights.pattern import DENSE, Pattern
+
+TOKENS = (16, 64, 256, 1024, 4096, 16384)
+PATTERNS = ("6:8", "4:6", "2:4")
+MODEL = "Qwen2.5-7B"
+SHARED_BYTES = 128
+"""Bytes that a multiprocessor reads or writes of its shared memory in a clock."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU's rates.
+
+    Attributes:
+        name: Name on the page of cards.
+        multiprocessors: Their number.
+        mhz: Clock to which the instruction rates belong.
+        tera: Type -> dense and sparse 10^12 operations a second, zeros counted.
+        memory: GB a second that a kernel reads from memory.
+        l2: The same from L2.
+        shared: Most shared memory of a block, KiB.
+    """
+
+    name: str
+    multiprocessors: int
+    mhz: float
+    tera: dict[str, tuple[float, float]]
+    memory: float
+    l2: float
+    shared: int
+
+    def per_clock(self, giga: float) -> float:
+        """Return a multiprocessor's share in a clock of a rate of 10^9 a second."""
+        return giga * 1e3 / (self.mhz * self.multiprocessors)
+
+
+H200 = Card("H200", 132, 1980, {"int8": (1289, 1899)}, 4100, 9800, 227)
+CARDS = (
+    Card("A100", 108, 1410, {"int8": (624, 1248)}, 1730, 5400, 163),
+    Card("L40S", 142, 2520, {"int8": (733, 1466), "fp8": (733, 1466)}, 797, 5200, 99),
+    Card("RTX 4090", 128, 2520, {"int8": (661, 1321), "fp8": (330, 661)}, 920, 4900, 99),
+    Card("RTX 5090", 170, 2407, {"int8": (838, 1676), "fp8": (419, 838)}, 1640, 6500, 99),
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What the rates do not say.
+
+    Attributes:
+        share: Share of the slowest part's rate that a step reaches.
+        memory: The same of memory.
+        start_us: A launch, with the fill of the first ring and the last stores.
+        tile_clocks: Clocks of a tile outside its steps.
+    """
+
+    share: float = 0.9
+    memory: float = 0.93
+    start_us: float = 3.0
+    tile_clocks: float = TILE_CYCLES
+
+
+class Weight(NamedTuple):
+    """A weight: its size, pattern or ``dense``, type, and bits of a value in memory."""
+
+    out: int
+    columns: int
+    pattern: str
+    dtype: str = "int8"
+    bits: int = 8
+
+    @property
+    def dense(self) -> bool:
+        """Whether it is not 2:4."""
+        return Pattern.parse(self.pattern) == DENSE
+
+    @property
+    def steps(self) -> int:
+        """Steps along a lifted row."""
+        return math.ceil(self.columns * (1 if self.dense else Pattern.parse(self.pattern).expansion) / SLAB_BYTES)
+
+
+def step_clocks(card: Card, weight: Weight, tile: MmaTile) -> float:
+    """Return the least clocks of a step of a tile on one multiprocessor."""
+    x = tile.tokens * SLAB_BYTES
+    w = tile.stage_bytes(1, weight.bits) - x
+    instructions = 2 * tile.channels * x / card.per_clock(card.tera[weight.dtype][not weight.dense] * 1e3)
+    shared = (w + x + tile.token_warps * w + tile.row_warps * x) / SHARED_BYTES
+    return max(instructions, shared, (w + x) / card.per_clock(card.l2))
+
+
+def predict(card: Card, weight: Weight, tokens: int, kernel: Kernel) -> float:
+    """Return the microseconds of a product by the best tile: steps, and bytes of weight, activations and results."""
+
+    def time_of(tile: MmaTile) -> float:
+        clocks = weight.steps * step_clocks(card, weight, tile) / kernel.share + kernel.tile_clocks
+        compute = math.ceil(tile.count(tokens, weight.out) / card.multiprocessors) * clocks / card.mhz
+        row = (tile.stage_bytes(1, weight.bits) - tile.tokens * SLAB_BYTES) / tile.channels
+        moved = weight.steps * (weight.out * row + tokens * SLAB_BYTES) + 2 * tokens * weight.out
+        memory = moved / (card.memory * 1e3 * kernel.memory)
+        return kernel.start_us + math.hypot(compute, memory)
+
+    found = (replace(tile, dense=weight.dense).fitted(card.shared * 1024, 1, weight.bits) for tile in TILES)
+    return min(time_of(tile) for tile in found if tile is not None)
+
+
+def block(card: Card, pattern: str, dtype: str, bits: int, kernel: Kernel) -> list[float]:
+    """Return the microseconds of a block's linears, one after the other, for all numbers of tokens."""
+    weights = [Weight(*size, pattern, dtype, bits) for size in MODELS[MODEL]]
+    return [sum(predict(card, weight, tokens, kernel) for weight in weights) for tokens in TOKENS]
+
+
+def predictions(kernel: Kernel) -> Iterator[dict[str, Any]]:
+    """Yield dense's time over each pattern's for every card, type and number of bits; dense has eight."""
+    for card in CARDS:
+        for dtype in card.tera:
+            dense = block(card, "dense", dtype, 8, kernel)
+            for bits in (8, 6) if dtype == "int8" else (8,):
+                row = {"card": card.name, "dtype": dtype, "bits": bits, "dense_us": [round(us, 1) for us in dense]}
+                for pattern in PATTERNS:
+                    ours = block(card, pattern, dtype, bits, kernel)
+                    row[pattern] = [round(one / other, 2) for one, other in zip(dense, ours, strict=True)]
+                yield row
+
+
+def check(path: Path, kernel: Kernel) -> None:
+    """Print the predicted over the measured time of an H200's products, with the median and the worst difference."""
+    shares = []
+    for row in map(json.loads, path.read_text().splitlines()):
+        if "us" not in row or row["dtype"] not in H200.tera:
+            continue
+        weight = Weight(row["out"], row["columns"], row["pattern"], row["dtype"], row["bits"])
+        shares.append(predict(H200, weight, row["tokens"], kernel) / row["us"])
+        print(*weight, row["tokens"], row["us"], f"{shares[-1]:.2f}")
+    wrong = sorted(abs(math.log(share)) for share in shares)
+    print(f"{len(wrong)} products, off by {statistics.median(wrong):.1%} in the median, {wrong[-1]:.1%} at worst")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path, help="the record to write, or with --check a record of measured times")
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    kernel = Kernel()
+    if options.check:
+        check(options.file, kernel)
+        return
+    head = {
+        "what": __doc__.splitlines()[0],
+        "model": MODEL,
+        "tokens": TOKENS,
+        "patterns": PATTERNS,
+        "kernel": asdict(kernel),
+    }
+    lines = [head, *map(asdict, CARDS), *predictions(kernel)]
+    options.file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+if __name__ == "__main__":
+    main()
