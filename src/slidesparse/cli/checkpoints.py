@@ -16,15 +16,17 @@ from slidesparse.cli.arguments import (
     source_of,
 )  # fmt: skip
 from slidesparse.cli.chats import add_chats
+from slidesparse.cli.compressing import add_compress
 from slidesparse.cli.pruning import add_prune
 from slidesparse.cli.recovering import add_recover
 
 
 def add_commands(commands: Commands) -> None:
-    """Add info, demo, prune, eval, inspect, recover and chats."""
+    """Add info, demo, compress and its parts, and inspect."""
     add_command(commands, "info", _info, "Show the GPU, the libraries, and which backends can run here.")
     text = "Prune a real trained model, prove exactness, and show what each pattern costs."
     add_device(add_command(commands, "demo", _demo, text))
+    add_compress(commands)
     add_prune(commands)
     _add_eval(commands)
     inspect = add_command(commands, "inspect", _inspect, "Show which patterns the linears of a checkpoint satisfy.")

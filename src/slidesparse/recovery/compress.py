@@ -1,0 +1,360 @@
+"""``slidesparse.compress``: chats, pruning, training, rounding and judging, one after the other, in a budget of minutes.
+
+Of the minutes a quarter is for chats, a half for pruning and rounding, a tenth for judging, and training takes what is
+left. What does not fit is made smaller or left out, and the outcome says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from itertools import product, takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slidesparse.base.arguments import require_plain
+from slidesparse.base.device import usable_device
+from slidesparse.base.paths import usable_path
+from slidesparse.base.progress import advice, say, table
+from slidesparse.base.version import __version__
+from slidesparse.base.whole_file import replace_file
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.identity import fingerprint
+from slidesparse.checkpoints.meta_model import model_class
+from slidesparse.errors import InputError
+from slidesparse.files.hub import hub_model, source_folder
+from slidesparse.files.json_files import read_json, write_json
+from slidesparse.files.staging import new_folder
+from slidesparse.files.stored import STORED_NAMES
+from slidesparse.files.write_errors import locked
+from slidesparse.gemm.time_model import fastest
+from slidesparse.offline.calibrate.calibration import Calibration, load_tokenizer, positions, tokens_of
+from slidesparse.offline.calibrate.chats import Chat
+from slidesparse.offline.calibrate.texts import DEFAULT, read_documents
+from slidesparse.offline.estimate import OVERHEAD, describe_seconds, estimate_seconds, operations_a_second
+from slidesparse.offline.outcome import SIX_BITS
+from slidesparse.offline.prune import prepare
+from slidesparse.offline.prune_function import prune
+from slidesparse.offline.prune_options import PruneOptions
+from slidesparse.offline.tune import measure_layers
+from slidesparse.offline.tune_job import accelerated, make_job, rounding_for
+from slidesparse.recovery.judge import Figure, judge
+from slidesparse.recovery.options import MOST, RecoverOptions
+from slidesparse.recovery.own_chats import ChatOptions, chat_line, write_chats_apart
+from slidesparse.recovery.recover_function import recover
+from slidesparse.recovery.result import RECORD
+from slidesparse.weights.quant import QuantName, Rounding, dtype_name
+
+OF_CHATS, OF_PRUNING, OF_JUDGING = 0.25, 0.5, 0.1
+"""Shares of the minutes."""
+
+CHATS = ChatOptions(40_000)
+HELD_OUT = 128
+"""Chats to write, and prompts of them to judge on, at most: an eighth of all."""
+
+LADDER = ((256, 200), (128, 200), (128, 0), (32, 0), (2, 0))
+"""Calibration windows and steps of matching, from the best to the least."""
+
+LEAST_TOKENS = 1_000_000
+"""Fewest tokens that are worth a training."""
+
+TOKENS = (16, 64, 256, 4096)
+"""Numbers of tokens at which linears are timed."""
+
+
+@dataclass(frozen=True)
+class Compression:
+    """Outcome of a run.
+
+    Attributes:
+        destination: Folder of all parts; the compressed model is ``served`` in it.
+        title: Dense model, pattern and type, in words.
+        figures: Rows of the table.
+        lines: What was judged, and what each part did or left out.
+    """
+
+    destination: str
+    title: str
+    figures: list[Figure]
+    lines: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields."""
+        return asdict(self)
+
+    def describe(self) -> str:
+        """Return the outcome as text."""
+        drawn = table((self.title, "dense", "compressed"), [one.cells() for one in self.figures])
+        return "\n".join([drawn, *self.lines, *advice([f"serve it: vllm serve {self.destination}/served"])])
+
+    def page(self) -> str:
+        """Return the same as Markdown, without folders of this machine."""
+        rows = [f"| {' | '.join(one.cells())} |" for one in self.figures]
+        head = [f"# {self.title}", "", "| | dense | compressed |", "|---|---:|---:|"]
+        return "\n".join([*head, *rows, "", *(f"- {line}" for line in self.lines), ""])
+
+
+def compress(
+    model: str | Path,
+    destination: str | Path,
+    pattern: str,
+    *,
+    minutes: float = 60.0,
+    prompts: str | None = None,
+    chats: str | None = None,
+    dtype: QuantName = "int8",
+    rounding: Rounding = "absmax",
+    device: str | torch.device | None = None,
+    revision: str | None = None,
+) -> Compression:
+    """Let a dense chat model write chats, prune it on them, train, round and judge it, as ``slidesparse compress`` does.
+
+    All parts are kept in the destination, and the same call goes on from there.
+
+    Args:
+        model: A folder, or ``NAMESPACE/NAME`` of the hub.
+        destination: The folder to make; the compressed model is ``served`` in it, and the table ``report.md``.
+        pattern: ``6:8``, ``4:6``, ``2:4``, ...
+        minutes: Budget of all parts, which are estimated.
+        prompts: Prompts for the chats, as in ``slidesparse chats``; None: general ones.
+        chats: Chats to read instead.
+        dtype: ``int8`` or ``fp8``.
+        rounding: Rounding of INT8 weights: ``absmax`` or ``6bit``.
+        device: ``cpu`` or ``cuda``; None: a GPU when there is one.
+        revision: Branch, tag or commit of a model of the hub; None: its main branch.
+
+    Raises:
+        CheckpointError: The model cannot be used, or the destination cannot be written.
+        InputError: An option or a text cannot be used, the minutes are too few, or the destination holds another run.
+        UnsupportedError: There is no such device, or its memory is too small.
+
+    Example::
+
+        import slidesparse as ss
+
+        print(ss.compress("./Qwen2.5-7B", "./compressed", "4:6", minutes=60, rounding="6bit").describe())
+    """
+    require_plain(compress, locals())
+    if not 0 < minutes <= MOST:
+        raise InputError("--minutes", got=minutes, needed=f"a number above 0, at most {MOST:g}")
+    if prompts is not None and chats is not None:
+        raise InputError("--prompts with --chats", needed="one of them", remedy="--chats are answered already")
+    where, dense = usable_device(device), Checkpoint(source_folder(model, revision))
+    run = _Run(dense, usable_path(destination, "destination"), where, minutes, pattern, dtype, rounding)
+    texts = [[*read_documents(one)] for one in (prompts, chats) if one is not None]
+    run.open(hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16])
+    with locked(run.out, "writing"):
+        run.part("chats", lambda part: run.write_chats(prompts, chats))
+        for name in ("prune", "recover", "round", "judge"):
+            run.part(name, getattr(run, name))
+        done = run.outcome()
+        replace_file(run.out / "report.md", done.page())
+    return done
+
+
+@dataclass
+class _Run:
+    """A run: its options, and for each part what was decided, what came of it, and the seconds that it took."""
+
+    dense: Checkpoint
+    out: Path
+    device: torch.device
+    minutes: float
+    pattern: str
+    dtype: QuantName
+    rounding: Rounding
+
+    def __post_init__(self) -> None:
+        self.config, self.parts = model_class(self.dense)[1], dict[str, dict[str, Any]]()
+        self.training, self.held_out = self.out / "training.jsonl", self.out / "held-out.jsonl"
+        largest = max(map(self.dense.stored, self.dense.files), key=lambda one: one.n_bytes)
+        self.own = next(dtype for dtype, name in STORED_NAMES.items() if name == largest.dtype)
+
+    def open(self, texts: str) -> None:
+        """Read the state of an interrupted run with the same options; else check options and minutes."""
+        options = {name: getattr(self, name) for name in ("pattern", "minutes", "dtype", "rounding")}
+        weights = fingerprint(self.dense, self.dense.config)
+        self.record = {**options, "texts": texts, "model": weights, "device": self.device.type, "by": __version__}
+        if not (self.out / "compress.json").exists():
+            new_folder(self.out, self.dense.path)
+            how = self.fit(Calibration(DEFAULT, LADDER[-1][0], positions(self.config)))
+            if (needed := math.ceil(how["seconds"] / 60 / OF_PRUNING)) > self.minutes:
+                least = f"about {needed} on {self.device.type}, to prune and round at all"
+                raise InputError("--minutes", got=f"{self.minutes:g}", needed=least, remedy="give more, or use a GPU")
+            self.save()
+        known = read_json(self.out / "compress.json")
+        if other := [name for name, one in self.record.items() if known["record"].get(name) != one]:
+            got, remedy = f"another {', '.join(other)}", "repeat that run, or choose another folder"
+            raise InputError(f"{self.out} holds the parts of another run", got=got, remedy=remedy)
+        self.parts = known["parts"]
+
+    def save(self) -> None:
+        """Write the state."""
+        write_json(self.out / "compress.json", {"record": self.record, "parts": self.parts})
+
+    def part(self, name: str, work: Callable[[dict[str, Any]], str]) -> None:
+        """Do a part unless it is done; ``work`` gets what is known of it, and returns what it did in words."""
+        part = self.parts.setdefault(name, {"seconds": 0.0})
+        if "told" in part:
+            return
+        say("compress", f"{name}, after {self.left(0):.0f} of {self.minutes:g} minutes")
+        begun = time.monotonic()
+        try:
+            part["told"] = work(part)
+        finally:
+            part["seconds"] += time.monotonic() - begun
+            self.save()
+
+    def left(self, share: float = OF_JUDGING) -> float:
+        """Return the minutes that are left before a last share of them."""
+        return self.minutes * (1 - share) - sum(part["seconds"] for part in self.parts.values()) / 60
+
+    def fit(self, text: Calibration, tokens: float = math.inf) -> dict[str, Any]:
+        """Return how to prune: by the best of :data:`LADDER` that fits, with training afterwards if that fits too.
+
+        ``tokens`` are those of the text.
+        """
+        options = PruneOptions(self.pattern, self.dtype, calibration=text, rounding=self.rounding, match_steps=1)
+        plan = prepare(self.dense.path, self.out / "served", options, self.device, "refuse").plan
+        layers: Any = plan.layers
+        fast = (torch.bfloat16, 4096) if self.device.type == "cuda" else ()
+        # A token takes 8 operations a parameter, 2 of them in the dense model.
+        rate = operations_a_second(self.device, *fast) * self.own.itemsize / 8 / self.dense.n_bytes / OVERHEAD
+
+        def seconds(samples: int, steps: int) -> float:
+            matching = replace(layers.matching, steps=steps) if steps else None
+            less = replace(layers, windows=layers.windows[:samples], matching=matching)
+            return estimate_seconds(replace(plan, layers=less), self.device) or 0.0
+
+        enough = tokens >= 16 * self.window
+        for train, (samples, steps) in product((True, False) if enough else (False,), LADDER):
+            pruning, rounding = seconds(samples, steps), seconds(samples, 0) * train
+            trained = rate * (60 * self.left() - pruning - rounding)
+            if pruning + rounding <= 60 * self.minutes * OF_PRUNING and (not train or trained >= LEAST_TOKENS):
+                break
+        matched = describe_seconds(seconds(samples, LADDER[0][1]))
+        little = f"{max(trained, 0):.1g} tokens in the time that is left" if enough else f"{tokens} tokens of chats"
+        left_out = [] if steps else [f"layers are not matched, which takes {matched}"]
+        left_out += [] if train else [f"no training: {little} would gain nothing"]
+        how = {"samples": min(samples, len(layers.windows)), "length": layers.windows.shape[1], "match_steps": steps}
+        return {"how": how, "train": train, "rounding": rounding, "seconds": pruning + rounding, "left_out": left_out}
+
+    def write_chats(self, prompts: str | None, chats: str | None) -> str:
+        """Write chats, or read given ones, and divide them by prompt."""
+        file = self.out / "chats.jsonl"
+        if chats is None and not file.exists():
+            options = replace(CHATS, prompts=prompts, max_tokens=min(CHATS.max_tokens, positions(self.config) // 2))
+            write_chats_apart(self.dense.path, file, options, str(self.device), self.minutes * OF_CHATS)
+        found = [one for one in read_documents(chats or file) if isinstance(one, Chat)]
+        training, held_out = divide_by_prompt(found)
+        replace_file(self.held_out, b"".join(map(chat_line, held_out)))
+        replace_file(self.training, b"".join(map(chat_line, training)))
+        by = "read" if chats else "written by the dense model"
+        return f"{len(found)} {by}; no prompt of {len(held_out)} is in the others"
+
+    def prune(self, part: dict[str, Any]) -> str:
+        """Prune, in the type of the source if training follows."""
+        if "how" not in part:
+            tokens = len(tokens_of(read_documents(self.training), load_tokenizer(self.dense.path)))
+            length = min(positions(self.config), tokens)
+            part |= self.fit(Calibration(str(self.training), min(LADDER[0][0], tokens // length), length), tokens)
+            self.save()
+        for line in part["left_out"]:
+            say("compress", line)
+        how = part["how"]
+        self.make("pruned" if part["train"] else "served", self.dense.path, how, rounded=not part["train"])
+        matched = f", {how['match_steps']} steps of matching a layer" if how["match_steps"] else ""
+        done = f"sparsegpt, {how['samples']} windows of {how['length']} tokens of chats{matched}"
+        return "; ".join([done, *part["left_out"]])
+
+    def make(self, name: str, source: Path, how: dict[str, Any], rounded: bool = True) -> None:
+        """Prune or round a checkpoint into the folder of this name, unless it is there."""
+        if not (self.out / name).exists():
+            form = {"dtype": self.dtype, "rounding": self.rounding} if rounded else {"dtype": dtype_name(self.own)}
+            prune(source, self.out / name, self.pattern, calibration=self.training, device=self.device, **form, **how)
+
+    @property
+    def window(self) -> int:
+        """Tokens of a window of training."""
+        return positions(self.config, RecoverOptions.window)
+
+    def recover(self, part: dict[str, Any]) -> str:
+        """Train the pruned model in the minutes that are left."""
+        plan, to = self.parts["prune"], self.out / "recovered"
+        part.setdefault("minutes", self.left() - plan["rounding"] / 60)
+        if not plan["train"] or part["minutes"] <= 0:
+            return "left out"
+        self.save()
+        if not to.exists():
+            how: dict[str, Any] = {"minutes": part["minutes"], "window": self.window, "device": self.device}
+            recover(self.out / "pruned", self.dense.path, to, texts=[self.training], **how)
+        known = read_json(to / RECORD)
+        kl = "{:.4f} -> {:.4f}".format(*(known[when]["kl"] for when in ("before", "after")))
+        helped = "" if known["kept"] == "after" else ", which did not help: untrained weights are kept"
+        return f"{known['tokens']} tokens, KL {kl} nats{helped}"
+
+    def round(self, part: dict[str, Any]) -> str:
+        """Round what was trained."""
+        plan = self.parts["prune"]
+        if not plan["train"]:
+            return "while pruning"
+        source = next(one for one in (self.out / "recovered", self.out / "pruned") if one.exists())
+        self.make("served", source, {**plan["how"], "match_steps": 0})
+        return "sparsegpt, on the same text"
+
+    def judge(self, part: dict[str, Any]) -> str:
+        """Compare the result with the dense model, and time its linears on a GPU."""
+        served, chats = self.out / "served", [one for one in read_documents(self.held_out) if isinstance(one, Chat)]
+        longest, seconds = positions(self.config, 1024), 60 * self.minutes * OF_JUDGING
+        words, figures = judge(self.dense.path, served, chats, self.device, longest, seconds)
+        sizes = (one.n_bytes / 1e9 for one in (self.dense, Checkpoint(served)))
+        figures += [Figure("files of weights, GB", *sizes)]
+        figures += _speeds(served, self.rounding) if self.device.type == "cuda" else []
+        part["figures"] = [asdict(one) for one in figures]
+        return f"{words}, to prompts that nothing was calibrated or trained on; ± is a standard error"
+
+    def outcome(self) -> Compression:
+        """Return the outcome of all parts."""
+        origin = hub_model(self.dense.path)
+        name = self.dense.path.resolve().name if origin is None else origin.repository
+        lines = [f"{name}: {part['told']} ({part['seconds'] / 60:.1f} minutes)" for name, part in self.parts.items()]
+        lines += [SIX_BITS] if self.rounding == "6bit" else []
+        figures = [Figure(**one) for one in self.parts["judge"]["figures"]]
+        form = f"{self.dtype}{' of six bits' if self.rounding == '6bit' else ''}"
+        return Compression(str(self.out), f"{name}, {self.pattern}, {form}", figures, lines)
+
+
+def divide_by_prompt(chats: list[Chat]) -> tuple[list[Chat], list[Chat]]:
+    """Return the chats to train on, and one of each prompt that is held out, which no other then has.
+
+    A chat's prompt is all before its first answer.
+    """
+    by_prompt: dict[str, list[Chat]] = {}
+    for chat in chats:
+        prompt = json.dumps([*takewhile(lambda one: one["role"] != "assistant", chat)])
+        by_prompt.setdefault(hashlib.sha256(prompt.encode()).hexdigest(), []).append(chat)
+    answered = sorted(key for key, some in by_prompt.items() if some[0][-1]["role"] == "assistant")
+    if len(answered) < 8:
+        raise InputError("answered chats of different prompts", got=len(answered), needed="8 or more")
+    held_out = set(answered[: min(HELD_OUT, len(answered) // 8)])
+    training = [chat for key, some in by_prompt.items() if key not in held_out for chat in some]
+    return training, [by_prompt[key][0] for key in sorted(held_out)]
+
+
+def _speeds(served: Path, rounding: Rounding) -> list[Figure]:
+    """Return the speed of a layer's linears over dense ones of their type; nothing where no form runs here."""
+    backends = [name for name in accelerated() if rounding_for(name) == rounding]
+    layers = [one for some, _ in measure_layers(make_job([str(served)], None, None, TOKENS, backends)) for one in some]
+    figures = []
+    for tokens in TOKENS:
+        pairs = [(one.at("dense", tokens), one.at(fastest(one) or "", tokens)) for one in layers]
+        if pairs and all(dense and sparse for dense, sparse in pairs):
+            dense, sparse = (sum(us or 0 for us in times) for times in zip(*pairs, strict=True))
+            figures.append(Figure(f"speed of linears here, {tokens} tokens", 1.0, dense / sparse))
+    return figures
