@@ -1,4 +1,4 @@
-"""``slidesparse.compress``: chats, pruning, training, rounding and judging, one after the other, in a budget of minutes.
+"""``slidesparse.compress``: chats, pruning, training, rounding and judging, one after the other.
 
 Of the minutes a quarter is for chats, a half for pruning and rounding, a tenth for judging, and training takes what is
 left. What does not fit is made smaller or left out, and the outcome says so.
@@ -30,9 +30,8 @@ from slidesparse.checkpoints.meta_model import model_class
 from slidesparse.errors import InputError
 from slidesparse.files.hub import hub_model, source_folder
 from slidesparse.files.json_files import read_json, write_json
-from slidesparse.files.staging import new_folder
+from slidesparse.files.staging import staged
 from slidesparse.files.stored import STORED_NAMES
-from slidesparse.files.write_errors import locked
 from slidesparse.gemm.time_model import fastest
 from slidesparse.offline.calibrate.calibration import Calibration, load_tokenizer, positions, tokens_of
 from slidesparse.offline.calibrate.chats import Chat
@@ -54,11 +53,13 @@ from slidesparse.weights.quant import QuantName, Rounding, dtype_name
 OF_CHATS, OF_PRUNING, OF_JUDGING = 0.25, 0.5, 0.1
 """Shares of the minutes."""
 
-CHATS = ChatOptions(40_000)
-HELD_OUT = 128
-"""Chats to write, and prompts of them to judge on, at most: an eighth of all."""
+CHATS = {"cuda": 40_000, "cpu": 1_000}
+"""Most chats to write: a CPU writes some hundred an hour."""
 
-LADDER = ((256, 200), (128, 200), (128, 0), (32, 0), (2, 0))
+HELD_OUT = 128
+"""Most prompts to judge on: an eighth of all."""
+
+LADDER = ((256, 200), (128, 200), (128, 0), (32, 0), (4, 0))
 """Calibration windows and steps of matching, from the best to the least."""
 
 LEAST_TOKENS = 1_000_000
@@ -70,14 +71,7 @@ TOKENS = (16, 64, 256, 4096)
 
 @dataclass(frozen=True)
 class Compression:
-    """Outcome of a run.
-
-    Attributes:
-        destination: Folder of all parts; the compressed model is ``served`` in it.
-        title: Dense model, pattern and type, in words.
-        figures: Rows of the table.
-        lines: What was judged, and what each part did or left out.
-    """
+    """Outcome of a run: the table, and what each part did or left out; the model is ``served`` in ``destination``."""
 
     destination: str
     title: str
@@ -113,9 +107,10 @@ def compress(
     device: str | torch.device | None = None,
     revision: str | None = None,
 ) -> Compression:
-    """Let a dense chat model write chats, prune it on them, train, round and judge it, as ``slidesparse compress`` does.
+    """Let a dense chat model write chats, prune it on them, train, round and judge it: ``slidesparse compress``.
 
-    All parts are kept in the destination, and the same call goes on from there.
+    An interrupted call goes on with the same call. Errors are those of :func:`slidesparse.prune` and
+    :func:`slidesparse.recover`.
 
     Args:
         model: A folder, or ``NAMESPACE/NAME`` of the hub.
@@ -129,11 +124,6 @@ def compress(
         device: ``cpu`` or ``cuda``; None: a GPU when there is one.
         revision: Branch, tag or commit of a model of the hub; None: its main branch.
 
-    Raises:
-        CheckpointError: The model cannot be used, or the destination cannot be written.
-        InputError: An option or a text cannot be used, the minutes are too few, or the destination holds another run.
-        UnsupportedError: There is no such device, or its memory is too small.
-
     Example::
 
         import slidesparse as ss
@@ -145,16 +135,23 @@ def compress(
         raise InputError("--minutes", got=minutes, needed=f"a number above 0, at most {MOST:g}")
     if prompts is not None and chats is not None:
         raise InputError("--prompts with --chats", needed="one of them", remedy="--chats are answered already")
+    texts = hashlib.sha256(json.dumps([one and read_documents(one) for one in (prompts, chats)]).encode()).hexdigest()
     where, dense = usable_device(device), Checkpoint(source_folder(model, revision))
-    run = _Run(dense, usable_path(destination, "destination"), where, minutes, pattern, dtype, rounding)
-    texts = [[*read_documents(one)] for one in (prompts, chats) if one is not None]
-    run.open(hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16])
-    with locked(run.out, "writing"):
-        run.part("chats", lambda part: run.write_chats(prompts, chats))
-        for name in ("prune", "recover", "round", "judge"):
-            run.part(name, getattr(run, name))
-        done = run.outcome()
-        replace_file(run.out / "report.md", done.page())
+    options = {"pattern": pattern, "minutes": minutes, "dtype": dtype, "rounding": rounding, "texts": texts}
+    known = {"options": options, "model": fingerprint(dense, dense.config), "device": where.type}
+    run = _Run(dense, where, minutes, pattern, dtype, rounding)
+    to = usable_path(destination, "destination")
+    with staged(to, dense.path, {"slidesparse": __version__, **known}, 0) as work:
+        run.open(work.output, work.kept / "parts.json")
+        work.describe = lambda: f"what the parts have made ({', '.join(run.parts)})"
+        run.do("chats", lambda _: run.write_chats(prompts, chats))
+        run.do("prune", run.prune)
+        if run.parts["prune"]["train"]:
+            run.do("recover", run.recover)
+            run.do("round", run.round)
+        run.do("judge", run.judge)
+        done = run.outcome(str(destination))
+        replace_file(work.output / "report.md", done.page())
     return done
 
 
@@ -163,60 +160,50 @@ class _Run:
     """A run: its options, and for each part what was decided, what came of it, and the seconds that it took."""
 
     dense: Checkpoint
-    out: Path
     device: torch.device
     minutes: float
     pattern: str
     dtype: QuantName
     rounding: Rounding
 
-    def __post_init__(self) -> None:
-        self.config, self.parts = model_class(self.dense)[1], dict[str, dict[str, Any]]()
-        self.training, self.held_out = self.out / "training.jsonl", self.out / "held-out.jsonl"
+    def open(self, out: Path, state: Path) -> None:
+        """Read the state of an interrupted run, or check that the least pruning fits into the minutes."""
+        self.out, self.state, self.parts = out, state, dict[str, dict[str, Any]]()
+        self.training, self.held_out = out / "training.jsonl", out / "held-out.jsonl"
+        self.config = model_class(self.dense)[1]
         largest = max(map(self.dense.stored, self.dense.files), key=lambda one: one.n_bytes)
         self.own = next(dtype for dtype, name in STORED_NAMES.items() if name == largest.dtype)
+        if state.exists():
+            self.parts = read_json(state)
+            return
+        least = self.fit(Calibration(DEFAULT, LADDER[-1][0], positions(self.config)))
+        if (needed := least["seconds"] / 60 / OF_PRUNING) > self.minutes:
+            needs = f"about {math.ceil(needed)} on {self.device.type}, to prune and round at all"
+            raise InputError("--minutes", got=f"{self.minutes:g}", needed=needs, remedy="give more, or use a GPU")
 
-    def open(self, texts: str) -> None:
-        """Read the state of an interrupted run with the same options; else check options and minutes."""
-        options = {name: getattr(self, name) for name in ("pattern", "minutes", "dtype", "rounding")}
-        weights = fingerprint(self.dense, self.dense.config)
-        self.record = {**options, "texts": texts, "model": weights, "device": self.device.type, "by": __version__}
-        if not (self.out / "compress.json").exists():
-            new_folder(self.out, self.dense.path)
-            how = self.fit(Calibration(DEFAULT, LADDER[-1][0], positions(self.config)))
-            if (needed := math.ceil(how["seconds"] / 60 / OF_PRUNING)) > self.minutes:
-                least = f"about {needed} on {self.device.type}, to prune and round at all"
-                raise InputError("--minutes", got=f"{self.minutes:g}", needed=least, remedy="give more, or use a GPU")
-            self.save()
-        known = read_json(self.out / "compress.json")
-        if other := [name for name, one in self.record.items() if known["record"].get(name) != one]:
-            got, remedy = f"another {', '.join(other)}", "repeat that run, or choose another folder"
-            raise InputError(f"{self.out} holds the parts of another run", got=got, remedy=remedy)
-        self.parts = known["parts"]
-
-    def save(self) -> None:
-        """Write the state."""
-        write_json(self.out / "compress.json", {"record": self.record, "parts": self.parts})
-
-    def part(self, name: str, work: Callable[[dict[str, Any]], str]) -> None:
-        """Do a part unless it is done; ``work`` gets what is known of it, and returns what it did in words."""
+    def do(self, name: str, work: Callable[[dict[str, Any]], str]) -> None:
+        """Do a part unless it is done; ``work`` gets what is known of it, and returns in words what it did."""
         part = self.parts.setdefault(name, {"seconds": 0.0})
         if "told" in part:
             return
-        say("compress", f"{name}, after {self.left(0):.0f} of {self.minutes:g} minutes")
+        say("compress", f"{name}; {self.spent() / 60:.1f} of {self.minutes:g} minutes are spent")
         begun = time.monotonic()
         try:
             part["told"] = work(part)
         finally:
             part["seconds"] += time.monotonic() - begun
-            self.save()
+            write_json(self.state, self.parts)
 
-    def left(self, share: float = OF_JUDGING) -> float:
-        """Return the minutes that are left before a last share of them."""
-        return self.minutes * (1 - share) - sum(part["seconds"] for part in self.parts.values()) / 60
+    def spent(self) -> float:
+        """Return the seconds of all parts."""
+        return float(sum(part["seconds"] for part in self.parts.values()))
+
+    def left(self) -> float:
+        """Return the seconds that are left before judging."""
+        return 60 * self.minutes * (1 - OF_JUDGING) - self.spent()
 
     def fit(self, text: Calibration, tokens: float = math.inf) -> dict[str, Any]:
-        """Return how to prune: by the best of :data:`LADDER` that fits, with training afterwards if that fits too.
+        """Return how to prune: by the best of :data:`LADDER` that fits, and with training if that fits too.
 
         ``tokens`` are those of the text.
         """
@@ -235,13 +222,13 @@ class _Run:
         enough = tokens >= 16 * self.window
         for train, (samples, steps) in product((True, False) if enough else (False,), LADDER):
             pruning, rounding = seconds(samples, steps), seconds(samples, 0) * train
-            trained = rate * (60 * self.left() - pruning - rounding)
+            trained = rate * (self.left() - pruning - rounding)
             if pruning + rounding <= 60 * self.minutes * OF_PRUNING and (not train or trained >= LEAST_TOKENS):
                 break
-        matched = describe_seconds(seconds(samples, LADDER[0][1]))
-        little = f"{max(trained, 0):.1g} tokens in the time that is left" if enough else f"{tokens} tokens of chats"
-        left_out = [] if steps else [f"layers are not matched, which takes {matched}"]
-        left_out += [] if train else [f"no training: {little} would gain nothing"]
+        little = f"{max(trained, 0) / 1e6:.2g} million tokens in the time left" if enough else f"{tokens} tokens of chats"
+        left_out = [] if train else [f"no training, since {little} would hardly help"]
+        if not steps:
+            left_out.append(f"no matching of layers, with {describe_seconds(seconds(samples, LADDER[0][1]))} of pruning")
         how = {"samples": min(samples, len(layers.windows)), "length": layers.windows.shape[1], "match_steps": steps}
         return {"how": how, "train": train, "rounding": rounding, "seconds": pruning + rounding, "left_out": left_out}
 
@@ -249,14 +236,14 @@ class _Run:
         """Write chats, or read given ones, and divide them by prompt."""
         file = self.out / "chats.jsonl"
         if chats is None and not file.exists():
-            options = replace(CHATS, prompts=prompts, max_tokens=min(CHATS.max_tokens, positions(self.config) // 2))
+            longest = min(ChatOptions.max_tokens, positions(self.config) // 2)
+            options = ChatOptions(CHATS[self.device.type], prompts, longest)
             write_chats_apart(self.dense.path, file, options, str(self.device), self.minutes * OF_CHATS)
         found = [one for one in read_documents(chats or file) if isinstance(one, Chat)]
         training, held_out = divide_by_prompt(found)
         replace_file(self.held_out, b"".join(map(chat_line, held_out)))
         replace_file(self.training, b"".join(map(chat_line, training)))
-        by = "read" if chats else "written by the dense model"
-        return f"{len(found)} {by}; no prompt of {len(held_out)} is in the others"
+        return f"{len(found)}, {'read' if chats else 'written by the dense model'}"
 
     def prune(self, part: dict[str, Any]) -> str:
         """Prune, in the type of the source if training follows."""
@@ -264,7 +251,7 @@ class _Run:
             tokens = len(tokens_of(read_documents(self.training), load_tokenizer(self.dense.path)))
             length = min(positions(self.config), tokens)
             part |= self.fit(Calibration(str(self.training), min(LADDER[0][0], tokens // length), length), tokens)
-            self.save()
+            write_json(self.state, self.parts)
         for line in part["left_out"]:
             say("compress", line)
         how = part["how"]
@@ -287,12 +274,12 @@ class _Run:
     def recover(self, part: dict[str, Any]) -> str:
         """Train the pruned model in the minutes that are left."""
         plan, to = self.parts["prune"], self.out / "recovered"
-        part.setdefault("minutes", self.left() - plan["rounding"] / 60)
-        if not plan["train"] or part["minutes"] <= 0:
-            return "left out"
-        self.save()
+        minutes = part.setdefault("minutes", (self.left() - plan["rounding"]) / 60)
+        if minutes <= 0:
+            return "left out: the time for it is spent"
+        write_json(self.state, self.parts)  # a run goes on with the same minutes alone
         if not to.exists():
-            how: dict[str, Any] = {"minutes": part["minutes"], "window": self.window, "device": self.device}
+            how: dict[str, Any] = {"minutes": minutes, "window": self.window, "device": self.device}
             recover(self.out / "pruned", self.dense.path, to, texts=[self.training], **how)
         known = read_json(to / RECORD)
         kl = "{:.4f} -> {:.4f}".format(*(known[when]["kl"] for when in ("before", "after")))
@@ -301,11 +288,8 @@ class _Run:
 
     def round(self, part: dict[str, Any]) -> str:
         """Round what was trained."""
-        plan = self.parts["prune"]
-        if not plan["train"]:
-            return "while pruning"
         source = next(one for one in (self.out / "recovered", self.out / "pruned") if one.exists())
-        self.make("served", source, {**plan["how"], "match_steps": 0})
+        self.make("served", source, {**self.parts["prune"]["how"], "match_steps": 0})
         return "sparsegpt, on the same text"
 
     def judge(self, part: dict[str, Any]) -> str:
@@ -313,21 +297,19 @@ class _Run:
         served, chats = self.out / "served", [one for one in read_documents(self.held_out) if isinstance(one, Chat)]
         longest, seconds = positions(self.config, 1024), 60 * self.minutes * OF_JUDGING
         words, figures = judge(self.dense.path, served, chats, self.device, longest, seconds)
-        sizes = (one.n_bytes / 1e9 for one in (self.dense, Checkpoint(served)))
-        figures += [Figure("files of weights, GB", *sizes)]
+        figures.append(Figure("files of weights, MB", *(one.n_bytes / 1e6 for one in (self.dense, Checkpoint(served)))))
         figures += _speeds(served, self.rounding) if self.device.type == "cuda" else []
         part["figures"] = [asdict(one) for one in figures]
         return f"{words}, to prompts that nothing was calibrated or trained on; ± is a standard error"
 
-    def outcome(self) -> Compression:
+    def outcome(self, destination: str) -> Compression:
         """Return the outcome of all parts."""
-        origin = hub_model(self.dense.path)
-        name = self.dense.path.resolve().name if origin is None else origin.repository
+        origin, six_bits = hub_model(self.dense.path), self.rounding == "6bit"
+        model = self.dense.path.resolve().name if origin is None else origin.repository
         lines = [f"{name}: {part['told']} ({part['seconds'] / 60:.1f} minutes)" for name, part in self.parts.items()]
-        lines += [SIX_BITS] if self.rounding == "6bit" else []
+        title = f"{model}, {self.pattern}, {self.dtype}{' of six bits' if six_bits else ''}"
         figures = [Figure(**one) for one in self.parts["judge"]["figures"]]
-        form = f"{self.dtype}{' of six bits' if self.rounding == '6bit' else ''}"
-        return Compression(str(self.out), f"{name}, {self.pattern}, {form}", figures, lines)
+        return Compression(destination, title, figures, [*lines, *([SIX_BITS] if six_bits else [])])
 
 
 def divide_by_prompt(chats: list[Chat]) -> tuple[list[Chat], list[Chat]]:

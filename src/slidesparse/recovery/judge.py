@@ -38,9 +38,9 @@ class Figure:
 
     def cells(self) -> tuple[str, str, str]:
         """Return the row as text, with two digits of the error."""
-        digits = max(0, 1 - math.floor(math.log10(self.error))) if self.error else 2
-        error = "" if self.error is None else f" ± {self.error:.{digits}f}"
-        return self.name, "-" if self.dense is None else f"{self.dense:.2f}", f"{self.compressed:.{digits}f}{error}"
+        digits = max(0, 1 - math.floor(math.log10(self.error))) if self.error else 2 if self.compressed < 100 else 0
+        dense, error = (None if one is None else f"{one:.{digits}f}" for one in (self.dense, self.error))
+        return self.name, dense or "-", f"{self.compressed:.{digits}f}{f' ± {error}' if error else ''}"
 
 
 @torch.no_grad()
@@ -78,10 +78,10 @@ def judge(
     perplexities = (math.exp(_mean(one, count)[0]) for one in (dense_loss, loss))
     return f"{len(sums)} answers of {int(count.sum())} tokens", [
         Figure("perplexity", *perplexities),
-        Figure("perplexity over dense, %", None, 100 * math.expm1(rise), 100 * math.exp(rise) * error),
-        Figure("KL from dense, nats a token", None, *_mean(kl, count)),
-        Figure("same choice of the next token, %", None, *_mean(100 * same, count)),
-        Figure(f"same choices of an answer's first {FIRST} tokens, %", None, *_mean(100 * agree, ones)),
+        Figure("rise of perplexity, %", None, 100 * math.expm1(rise), 100 * math.exp(rise) * error),
+        Figure("KL from the dense model, nats a token", None, *_mean(kl, count)),
+        Figure("same next token as the dense model, %", None, *_mean(100 * same, count)),
+        Figure(f"answers with the same first {FIRST} tokens, %", None, *_mean(100 * agree, ones)),
     ]
 
 

@@ -108,8 +108,10 @@ class _Distillation(torch.autograd.Function):
 
 
 def differences(logits: torch.Tensor, dense: torch.Tensor, following: torch.Tensor) -> list[torch.Tensor]:
-    """Compare two models' logits [tokens, vocabulary]: KL(dense || student), both losses, and whether both rank the
-    same token first, each [tokens]. ``following`` are the next tokens, int64 [tokens]; -100 has no loss."""
+    """Return KL(dense || student), both losses, and whether both rank the same token first, each [tokens].
+
+    Logits are [tokens, vocabulary]; ``following`` are the next tokens, int64 [tokens], where -100 has no loss.
+    """
     log_q, log_p = (F.log_softmax(one, -1) for one in (logits, dense))
     kl = (log_p.exp() * (log_p - log_q)).sum(-1)
     losses = (F.nll_loss(one, following, reduction="none") for one in (log_q, log_p))
