@@ -24,7 +24,7 @@ from slidesparse.offline.calibrate.texts import read_documents
 from slidesparse.offline.evaluate import load_any
 from slidesparse.recovery import compress as module
 from slidesparse.recovery.compress import divide_by_prompt
-from slidesparse.recovery.judge import FIRST, judge
+from slidesparse.recovery.judge import FIRST, _mean, judge
 
 TEMPLATE = "{% for one in messages %}({{ one.role }}) {{ one.content }}\n{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}(assistant) {% endif %}"
@@ -134,34 +134,31 @@ def test_figures_are_those_of_the_definitions(model: Path) -> None:
     rows = []
     for one in chats:
         ids, start = tokens_of([one], tokenizer)[None, :120], len(f"(user) {one[0]['content']}\n(assistant) ")
-        log_q, log_p = (net(ids).logits[0, start - 1 : -1].double().log_softmax(-1) for net in (pruned, dense))
-        picked = ids[0, start:, None]
-        rows.append(
-            [log_p.exp().mul(log_p - log_q).sum(), -log_q.gather(1, picked).sum(), -log_p.gather(1, picked).sum()]
-        )
-        same = log_q.argmax(-1) == log_p.argmax(-1)
-        rows[-1] += [same.sum(), same[:FIRST].all(), torch.tensor(len(picked))]
-    kl, ours, theirs, same, alike, count = torch.tensor(rows).double().sum(0)
+        with torch.no_grad():
+            log_q, log_p = (net(ids).logits[0, start - 1 : -1].double().log_softmax(-1) for net in (pruned, dense))
+        same, picked = log_q.argmax(-1) == log_p.argmax(-1), ids[0, start:, None]
+        losses = [-log.gather(1, picked).sum() for log in (log_q, log_p)]
+        kl = log_p.exp().mul(log_p - log_q).sum()
+        rows.append(torch.stack([kl, *losses, same.sum(), same[:FIRST].all(), torch.tensor(len(picked))]))
+    kl, ours, theirs, agreed, alike, count = torch.stack(rows).sum(0).tolist()
     perplexity, rise, divergence, next_token, answers = figures
-    assert (perplexity.dense, perplexity.compressed) == pytest.approx(
-        ((theirs / count).exp(), (ours / count).exp()), rel=1e-3
-    )
+    both = math.exp(theirs / count), math.exp(ours / count)
+    assert (perplexity.dense, perplexity.compressed) == pytest.approx(both, rel=1e-3)
     assert rise.compressed == pytest.approx(100 * (perplexity.compressed / perplexity.dense - 1), rel=1e-6)
     assert divergence.compressed == pytest.approx(kl / count, rel=1e-3)
-    assert next_token.compressed == pytest.approx(100 * same / count)
+    assert next_token.compressed == pytest.approx(100 * agreed / count)
     assert answers.compressed == pytest.approx(100 * alike / 5)
-    assert words == f"5 answers of {int(count)} tokens"
+    assert words == f"5 answers of {count:.0f} tokens"
     for figure in judge(model / "base", model / "base", chats, torch.device("cpu"), 120, 0.0)[1][1:]:
         assert (figure.compressed, figure.error) in ((0.0, 0.0), (100.0, 0.0))
 
 
 def test_an_error_is_that_of_a_mean_over_answers() -> None:
-    from slidesparse.recovery.judge import _mean
-
     sums, counts = torch.tensor([4.0, 6.0, 5.0]).double(), torch.full((3,), 10.0).double()
     assert _mean(sums, counts) == pytest.approx((0.5, 0.1 / math.sqrt(3)))
 
 
+@pytest.mark.slow
 def test_it_writes_chats_where_none_are_given(model: Path, tmp_path: Path, quick: None) -> None:
     shutil.copy(model / "chats.jsonl", tmp_path / "prompts.jsonl")
     done = ss.compress(

@@ -225,14 +225,10 @@ class _Run:
             trained = rate * (self.left() - pruning - rounding)
             if pruning + rounding <= 60 * self.minutes * OF_PRUNING and (not train or trained >= LEAST_TOKENS):
                 break
-        little = (
-            f"{max(trained, 0) / 1e6:.2g} million tokens in the time left" if enough else f"{tokens} tokens of chats"
-        )
+        little = f"{max(trained, 0) / 1e6:.2g} million tokens in the time left" if enough else f"{tokens} tokens"
+        matched = describe_seconds(seconds(samples, LADDER[0][1]))
         left_out = [] if train else [f"no training, since {little} would hardly help"]
-        if not steps:
-            left_out.append(
-                f"no matching of layers, with {describe_seconds(seconds(samples, LADDER[0][1]))} of pruning"
-            )
+        left_out += [] if steps else [f"no matching of layers, with which pruning takes {matched}"]
         how = {"samples": min(samples, len(layers.windows)), "length": layers.windows.shape[1], "match_steps": steps}
         return {"how": how, "train": train, "rounding": rounding, "seconds": pruning + rounding, "left_out": left_out}
 
