@@ -133,7 +133,8 @@ def test_figures_are_those_of_the_definitions(model: Path) -> None:
     pruned, dense = (load_any(Checkpoint(model / name), torch.device("cpu")) for name in ("pruned", "base"))
     rows = []
     for one in chats:
-        ids, start = tokens_of([one], tokenizer)[None, :120], len(f"(user) {one[0]['content']}\n(assistant) ")
+        ids = tokens_of([one], tokenizer)[None, :120]
+        start = len(tokenizer(f"(user) {one[0]['content']}\n(assistant) ", add_special_tokens=False)["input_ids"])
         with torch.no_grad():
             log_q, log_p = (net(ids).logits[0, start - 1 : -1].double().log_softmax(-1) for net in (pruned, dense))
         same, picked = log_q.argmax(-1) == log_p.argmax(-1), ids[0, start:, None]

@@ -6,6 +6,7 @@ left. What does not fit is made smaller or left out, and the outcome says so.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import math
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from slidesparse.base.arguments import require_plain
-from slidesparse.base.device import usable_device
+from slidesparse.base.device import give_blocks_back, usable_device
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import advice, say, table
 from slidesparse.base.version import __version__
@@ -32,6 +33,7 @@ from slidesparse.files.hub import hub_model, source_folder
 from slidesparse.files.json_files import read_json, write_json
 from slidesparse.files.staging import staged
 from slidesparse.files.stored import STORED_NAMES
+from slidesparse.gemm.speed import DENSE_FORM
 from slidesparse.gemm.time_model import fastest
 from slidesparse.offline.calibrate.calibration import Calibration, load_tokenizer, positions, tokens_of
 from slidesparse.offline.calibrate.chats import Chat
@@ -193,6 +195,8 @@ class _Run:
         finally:
             part["seconds"] += time.monotonic() - begun
             write_json(self.state, self.parts)
+            gc.collect()  # models in circles of references
+            give_blocks_back(self.device)
 
     def spent(self) -> float:
         """Return the seconds of all parts."""
@@ -334,9 +338,9 @@ def _speeds(served: Path, rounding: Rounding) -> list[Figure]:
     backends = [name for name in accelerated() if rounding_for(name) == rounding]
     layers = [one for some, _ in measure_layers(make_job([str(served)], None, None, TOKENS, backends)) for one in some]
     figures = []
-    for tokens in TOKENS:
-        pairs = [(one.at("dense", tokens), one.at(fastest(one) or "", tokens)) for one in layers]
-        if pairs and all(dense and sparse for dense, sparse in pairs):
-            dense, sparse = (sum(us or 0 for us in times) for times in zip(*pairs, strict=True))
-            figures.append(Figure(f"speed of linears here, {tokens} tokens", 1.0, dense / sparse))
+    for tokens in TOKENS if layers and all(one.tokens == TOKENS for one in layers) else ():
+        dense, sparse = ([one.at(name or fastest(one) or "", tokens) for one in layers] for name in (DENSE_FORM, None))
+        if all((*dense, *sparse)):
+            times = [sum(us or 0 for us in form) for form in (dense, sparse)]
+            figures.append(Figure(f"speed of linears here, {tokens} tokens", 1.0, times[0] / times[1]))
     return figures
