@@ -18,6 +18,7 @@ from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.marker import Marker
 from slidesparse.cli import main
 from slidesparse.errors import InputError
+from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.offline.calibrate.calibration import load_tokenizer, tokens_of
 from slidesparse.offline.calibrate.chats import Chat
 from slidesparse.offline.calibrate.texts import read_documents
@@ -167,3 +168,16 @@ def test_it_writes_chats_where_none_are_given(model: Path, tmp_path: Path, quick
     )
     assert len(read_documents(tmp_path / "out/chats.jsonl")) == 32
     assert done.lines[0].startswith("chats: 32, written by the dense model")
+
+
+def test_the_speed_is_that_of_all_linears_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, many = ((64, 64, 1.0), (64, 128, 3.0)), len(module.TOKENS)
+    times = [
+        LayerSpeed("int8", *size, module.TOKENS, {"dense": (2 * us,) * many, "hopper 4:6": (us,) * many})
+        for *size, us in sizes
+    ]
+    monkeypatch.setattr(module, "make_job", lambda *_: None)
+    monkeypatch.setattr(module, "measure_layers", lambda _: [([one], []) for one in times])
+    assert [one.compressed for one in module._speeds(Path("served"), "absmax")] == [2.0] * many
+    monkeypatch.setattr(module, "measure_layers", lambda _: [([], [])])  # a GPU on which no form runs
+    assert module._speeds(Path("served"), "absmax") == []

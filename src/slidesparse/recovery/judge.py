@@ -67,8 +67,8 @@ def judge(
         begun = time.monotonic()
         while len(sums) < min(len(cut), LEAST) or (len(sums) < len(cut) and time.monotonic() - begun < seconds):
             ids, start = cut[len(sums)]
-            logits = (model(ids.to(device)[None])[0, start - 1 : -1].float() for model in models)
-            of_tokens = torch.stack([*map(torch.Tensor.double, differences(*logits, ids[start:].to(device)))]).cpu()
+            ours, theirs = (model(ids.to(device)[None])[0, start - 1 : -1].float() for model in models)
+            of_tokens = torch.stack([one.double().cpu() for one in differences(ours, theirs, ids[start:].to(device))])
             sums.append(torch.tensor([1.0, of_tokens[3, :FIRST].all(), of_tokens.shape[1], *of_tokens.sum(1)]))
             advance(1)
     ones, agree, count, kl, loss, dense_loss, same = torch.stack(sums).double().T
