@@ -18,6 +18,8 @@ from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.marker import Marker
 from slidesparse.cli import main
 from slidesparse.errors import InputError
+from slidesparse.gemm.select import Choice
+from slidesparse.gemm.spec import Route
 from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.offline.calibrate.calibration import load_tokenizer, tokens_of
 from slidesparse.offline.calibrate.chats import Chat
@@ -25,7 +27,7 @@ from slidesparse.offline.calibrate.texts import read_documents
 from slidesparse.offline.evaluate import load_any
 from slidesparse.recovery import compress as module
 from slidesparse.recovery.compress import divide_by_prompt
-from slidesparse.recovery.judge import FIRST, _mean, judge
+from slidesparse.recovery.judge import FIRST, Figure, _mean, judge, speeds
 
 TEMPLATE = "{% for one in messages %}({{ one.role }}) {{ one.content }}\n{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}(assistant) {% endif %}"
@@ -123,7 +125,7 @@ def test_no_prompt_is_trained_on_and_judged(model: Path) -> None:
     assert len(judged) == len(set(judged)) == 99 // 8
     assert not {*asked} & {*judged}
     assert {*asked, *judged} == {one[0]["content"] for one in chats}
-    with pytest.raises(InputError, match="8 or more"):
+    with pytest.raises(InputError, match="16 or more"):
         divide_by_prompt([chats[0]] * 100)
 
 
@@ -170,14 +172,9 @@ def test_it_writes_chats_where_none_are_given(model: Path, tmp_path: Path, quick
     assert done.lines[0].startswith("chats: 32, written by the dense model")
 
 
-def test_the_speed_is_that_of_all_linears_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes, many = ((64, 64, 1.0), (64, 128, 3.0)), len(module.TOKENS)
-    times = [
-        LayerSpeed("int8", *size, module.TOKENS, {"dense": (2 * us,) * many, "hopper 4:6": (us,) * many})
-        for *size, us in sizes
-    ]
-    monkeypatch.setattr(module, "make_job", lambda *_: None)
-    monkeypatch.setattr(module, "measure_layers", lambda _: [([one], []) for one in times])
-    assert [one.compressed for one in module._speeds(Path("served"), "absmax")] == [2.0] * many
-    monkeypatch.setattr(module, "measure_layers", lambda _: [([], [])])  # a GPU on which no form runs
-    assert module._speeds(Path("served"), "absmax") == []
+def test_the_speed_is_that_of_all_linears_together() -> None:
+    us = [{"dense": (4.0,), "hopper": (1.0,)}, {"dense": (4.0,), "hopper": (3.0,)}]
+    layers = [LayerSpeed("int8", 64, 64, (16,), times) for times in us]
+    choices = [Choice((Route(0, "hopper"),), "measured", layer) for layer in layers]
+    assert speeds(choices) == [Figure("speed of the linears here, 16 tokens", 1.0, 2.0)]
+    assert speeds([Choice((Route(0, "dense"),), "no GPU")]) == []

@@ -25,7 +25,7 @@ def add_chats(commands: Commands) -> None:
     add = chats.add_argument
     add("out", type=named_path, metavar="OUT.jsonl", help="file to make")
     add("--count", type=int, required=True, help="number of chats")
-    add("--minutes", type=float, help="write fewer, those that so many minutes suffice for, but 32 (vLLM: 4096)")
+    add("--minutes", type=float, help="write fewer, as many as these minutes suffice for, 32 at least")
     add("--prompts", metavar="FILE", help=f"a prompt a line, or chats {PROMPTS}")
     add("--max-tokens", type=int, default=400, help="most tokens of an answer (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the prompts, and of sampling (default: %(default)s)")

@@ -33,8 +33,6 @@ from slidesparse.files.hub import hub_model, source_folder
 from slidesparse.files.json_files import read_json, write_json
 from slidesparse.files.staging import staged
 from slidesparse.files.stored import STORED_NAMES
-from slidesparse.gemm.speed import DENSE_FORM
-from slidesparse.gemm.time_model import fastest
 from slidesparse.offline.calibrate.calibration import Calibration, load_tokenizer, positions, tokens_of
 from slidesparse.offline.calibrate.chats import Chat
 from slidesparse.offline.calibrate.texts import DEFAULT, read_documents
@@ -43,8 +41,6 @@ from slidesparse.offline.outcome import SIX_BITS
 from slidesparse.offline.prune import prepare
 from slidesparse.offline.prune_function import prune
 from slidesparse.offline.prune_options import PruneOptions
-from slidesparse.offline.tune import measure_layers
-from slidesparse.offline.tune_job import accelerated, make_job, rounding_for
 from slidesparse.recovery.judge import Figure, judge
 from slidesparse.recovery.options import MOST, RecoverOptions
 from slidesparse.recovery.own_chats import ChatOptions, chat_line, write_chats_apart
@@ -59,16 +55,13 @@ CHATS = {"cuda": 40_000, "cpu": 1_000}
 """Most chats to write: a CPU writes some hundred an hour."""
 
 HELD_OUT = 128
-"""Most prompts to judge on: an eighth of all."""
+"""Most prompts to judge on: an eighth of all, and eight at least."""
 
 LADDER = ((256, 200), (128, 200), (128, 0), (32, 0), (4, 0))
 """Calibration windows and steps of matching, from the best to the least."""
 
 LEAST_TOKENS = 1_000_000
 """Fewest tokens that are worth a training."""
-
-TOKENS = (16, 64, 256, 4096)
-"""Numbers of tokens at which linears are timed."""
 
 
 @dataclass(frozen=True)
@@ -302,7 +295,6 @@ class _Run:
         longest, seconds = positions(self.config, 1024), 60 * self.minutes * OF_JUDGING
         words, figures = judge(self.dense.path, served, chats, self.device, longest, seconds)
         figures.append(Figure("files of weights, MB", *(one.n_bytes / 1e6 for one in (self.dense, Checkpoint(served)))))
-        figures += _speeds(served, self.rounding) if self.device.type == "cuda" else []
         part["figures"] = [asdict(one) for one in figures]
         return f"{words}, to prompts that nothing was calibrated or trained on; ± is a standard error"
 
@@ -326,21 +318,8 @@ def divide_by_prompt(chats: list[Chat]) -> tuple[list[Chat], list[Chat]]:
         prompt = json.dumps([*takewhile(lambda one: one["role"] != "assistant", chat)])
         by_prompt.setdefault(hashlib.sha256(prompt.encode()).hexdigest(), []).append(chat)
     answered = sorted(key for key, some in by_prompt.items() if some[0][-1]["role"] == "assistant")
-    if len(answered) < 8:
-        raise InputError("answered chats of different prompts", got=len(answered), needed="8 or more")
-    held_out = set(answered[: min(HELD_OUT, len(answered) // 8)])
+    if len(answered) < 16:
+        raise InputError("answered chats of different prompts", got=len(answered), needed="16 or more")
+    held_out = set(answered[: min(HELD_OUT, max(8, len(answered) // 8))])
     training = [chat for key, some in by_prompt.items() if key not in held_out for chat in some]
     return training, [by_prompt[key][0] for key in sorted(held_out)]
-
-
-def _speeds(served: Path, rounding: Rounding) -> list[Figure]:
-    """Return the speed of a layer's linears over dense ones of their type; nothing where no form runs here."""
-    backends = [name for name in accelerated() if rounding_for(name) == rounding]
-    layers = [one for some, _ in measure_layers(make_job([str(served)], None, None, TOKENS, backends)) for one in some]
-    figures = []
-    for tokens in TOKENS if layers and all(one.tokens == TOKENS for one in layers) else ():
-        dense, sparse = ([one.at(name or fastest(one) or "", tokens) for one in layers] for name in (DENSE_FORM, None))
-        if all((*dense, *sparse)):
-            times = [sum(us or 0 for us in form) for form in (dense, sparse)]
-            figures.append(Figure(f"speed of linears here, {tokens} tokens", 1.0, times[0] / times[1]))
-    return figures

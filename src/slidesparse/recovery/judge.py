@@ -14,6 +14,9 @@ import torch
 from slidesparse.base.progress import progress_bar
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.errors import InputError
+from slidesparse.gemm.select import Choice
+from slidesparse.gemm.speed import DENSE_FORM
+from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.perplexity import logits_of
 from slidesparse.offline.calibrate.calibration import ids_of, load_tokenizer, tokens_before, tokens_of
 from slidesparse.offline.calibrate.chats import Chat, templated
@@ -22,6 +25,9 @@ from slidesparse.recovery.loss import differences
 
 FIRST = 16
 """Tokens of an answer that have to agree: longer ones hardly ever do, since one other token makes another answer."""
+
+TOKENS = (16, 64, 256, 4096)
+"""Numbers of tokens of which speeds are shown."""
 
 LEAST = 4
 """Chats that are judged whatever the time."""
@@ -61,7 +67,8 @@ def judge(
     cut = [one for one in (_cut(chat, tokenizer, longest) for chat in chats) if one is not None]
     if not cut:
         raise InputError("chats to judge on", got="no answers", needed=f"answers within {longest} tokens")
-    models = [logits_of(load_any(Checkpoint(path), device)) for path in (compressed, dense)]
+    loaded = [load_any(Checkpoint(path), device) for path in (compressed, dense)]
+    models = [*map(logits_of, loaded)]
     sums: list[torch.Tensor] = []
     with progress_bar("judge", len(cut), unit="chats") as advance:
         begun = time.monotonic()
@@ -82,7 +89,20 @@ def judge(
         Figure("KL from the dense model, nats a token", None, *_mean(kl, count)),
         Figure("same next token as the dense model, %", None, *_mean(100 * same, count)),
         Figure(f"answers with the same first {FIRST} tokens, %", None, *_mean(100 * agree, ones)),
+        *speeds([one.choice for one in loaded[0].modules() if isinstance(one, SlideLinear)]),
     ]
+
+
+def speeds(choices: Sequence[Choice]) -> list[Figure]:
+    """Return the speed of layers over dense ones, all together, by the times that loading took on a GPU."""
+    times = [(one, one.measured) for one in choices if one.measured is not None]
+    figures = []
+    for m in TOKENS:
+        pairs = [(layer.at(DENSE_FORM, m), layer.at(one.at(m), m)) for one, layer in times if m in layer.tokens]
+        if pairs and all(map(all, pairs)):
+            dense, ours = (sum(us or 0 for us in side) for side in zip(*pairs, strict=True))
+            figures.append(Figure(f"speed of the linears here, {m} tokens", 1.0, dense / ours))
+    return figures
 
 
 def _cut(chat: Chat, tokenizer: Any, longest: int) -> tuple[torch.Tensor, int] | None:

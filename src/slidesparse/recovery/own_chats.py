@@ -33,7 +33,7 @@ from slidesparse.offline.calibrate.texts import Document, document, read_documen
 from slidesparse.recovery.prompts import make_prompts
 from slidesparse.recovery.writers import SAMPLING, VllmWriter, WriterName, end_tokens, writer_class
 
-MOST_CHATS, MOST_TOKENS, MOST_MINUTES = 10**8, 1 << 20, 1e6
+MOST_CHATS, MOST_TOKENS, MOST_MINUTES, LEAST = 10**8, 1 << 20, 1e6, 32
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str, minu
 
     ``messages`` are the chat in words, ``tokens`` the numbers that the model read and wrote, and ``seal`` a digest of
     both (:class:`slidesparse.offline.calibrate.chats.Chat`). Answers are kept batch by batch in ``NAME.KEY.part``, from
-    which the same options resume. Where the next batch would exceed the ``minutes`` there are fewer, but one batch.
+    which the same options resume. Where the next batch would exceed the ``minutes`` there are fewer, 32 at least.
 
     Raises:
         InputError: The file exists or is being written; there are no prompts, or no chat template; or the model has too
@@ -94,8 +94,8 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str, minu
         total, unit = (len(ids), "answers") if minutes is None else (math.ceil(60 * minutes), "seconds")
         with progress_bar("answers", total, unit=unit) as advance:
             advance(first if minutes is None else 0)
-            for start in range(first, len(ids), kind.at_once):
-                began, some = time.monotonic(), slice(start, start + kind.at_once)
+            for start in range(first, len(ids), writer.at_once):
+                began, some = time.monotonic(), slice(start, start + writer.at_once)
                 answers = writer.answer(ids[some], longest, options.seed + start)
                 texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
                 tokens = [[*read, *answer] for read, answer in zip(ids[some], answers, strict=True)]
@@ -103,7 +103,7 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str, minu
                 file.flush()
                 done, seconds = start + len(answers), time.monotonic() - began
                 advance(len(answers) if minutes is None else round(seconds), f"{done} answers" if minutes else "")
-                if minutes is not None and time.monotonic() - opened + seconds > 60 * minutes:
+                if minutes is not None and done >= LEAST and time.monotonic() - opened + seconds > 60 * minutes:
                     break
                 if start == first and minutes is None and done < len(ids):
                     left = len(ids) - done
