@@ -17,7 +17,7 @@ import slidesparse as ss
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.marker import Marker
 from slidesparse.cli import main
-from slidesparse.errors import InputError
+from slidesparse.errors import CheckpointError, InputError
 from slidesparse.gemm.select import Choice
 from slidesparse.gemm.spec import Route
 from slidesparse.gemm.speed import LayerSpeed
@@ -115,6 +115,8 @@ def test_minutes_that_do_not_suffice_at_all_are_refused(
     for how in ({"minutes": 1}, {"minutes": -1}, {"prompts": "chats.txt"}, {"rounding": "6bit", "dtype": "fp8"}):
         with pytest.raises(InputError):
             ss.compress(model / "base", tmp_path / "out", "2:4", chats=str(model / "chats.jsonl"), device="cpu", **how)
+    with pytest.raises(CheckpointError, match="quantised or pruned"):
+        ss.compress(model / "pruned", tmp_path / "out", "2:4", chats=str(model / "chats.jsonl"), device="cpu")
     assert not [*tmp_path.iterdir()]
 
 
@@ -169,7 +171,7 @@ def test_it_writes_chats_where_none_are_given(model: Path, tmp_path: Path, quick
         model / "base", tmp_path / "out", "4:6", minutes=0.01, prompts=str(tmp_path / "prompts.jsonl"), device="cpu"
     )
     assert len(read_documents(tmp_path / "out/chats.jsonl")) == 32
-    assert done.lines[0].startswith("chats: 32, written by the dense model")
+    assert done.lines[0].startswith("chats: 32 written by the dense model")
 
 
 def test_the_speed_is_that_of_all_linears_together() -> None:

@@ -28,11 +28,12 @@ from slidesparse.base.whole_file import replace_file
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.identity import fingerprint
 from slidesparse.checkpoints.meta_model import model_class
-from slidesparse.errors import InputError
+from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.hub import hub_model, source_folder
 from slidesparse.files.json_files import read_json, write_json
 from slidesparse.files.staging import staged
 from slidesparse.files.stored import STORED_NAMES
+from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.offline.calibrate.calibration import Calibration, load_tokenizer, positions, tokens_of
 from slidesparse.offline.calibrate.chats import Chat
 from slidesparse.offline.calibrate.texts import DEFAULT, read_documents
@@ -46,7 +47,7 @@ from slidesparse.recovery.options import MOST, RecoverOptions
 from slidesparse.recovery.own_chats import ChatOptions, chat_line, write_chats_apart
 from slidesparse.recovery.recover_function import recover
 from slidesparse.recovery.result import RECORD
-from slidesparse.weights.quant import QuantName, Rounding, dtype_name
+from slidesparse.weights.quant import FLOATS, QuantName, Rounding, dtype_name
 
 OF_CHATS, OF_PRUNING, OF_JUDGING = 0.25, 0.5, 0.1
 """Shares of the minutes."""
@@ -167,7 +168,9 @@ class _Run:
         self.training, self.held_out = out / "training.jsonl", out / "held-out.jsonl"
         self.config = model_class(self.dense)[1]
         largest = max(map(self.dense.stored, self.dense.files), key=lambda one: one.n_bytes)
-        self.own = next(dtype for dtype, name in STORED_NAMES.items() if name == largest.dtype)
+        self.own: Any = {name: dtype for dtype, name in STORED_NAMES.items()}.get(largest.dtype)
+        if self.own not in FLOATS or MARKER_KEY in self.dense.config:
+            raise CheckpointError(f"{self.dense.path} is quantised or pruned", needed="a dense model in a float type")
         if state.exists():
             self.parts = read_json(state)
             return
@@ -175,6 +178,7 @@ class _Run:
         if (needed := least["seconds"] / 60 / OF_PRUNING) > self.minutes:
             needs = f"about {math.ceil(needed)} on {self.device.type}, to prune and round at all"
             raise InputError("--minutes", got=f"{self.minutes:g}", needed=needs, remedy="give more, or use a GPU")
+        write_json(state, self.parts)  # from here on there is something to keep
 
     def do(self, name: str, work: Callable[[dict[str, Any]], str]) -> None:
         """Do a part unless it is done; ``work`` gets what is known of it, and returns in words what it did."""
@@ -216,15 +220,16 @@ class _Run:
             less = replace(layers, windows=layers.windows[:samples], matching=matching)
             return estimate_seconds(replace(plan, layers=less), self.device) or 0.0
 
-        enough = tokens >= 16 * self.window
+        enough = tokens >= (least := 16 * self.window)
         for train, (samples, steps) in product((True, False) if enough else (False,), LADDER):
             pruning, rounding = seconds(samples, steps), seconds(samples, 0) * train
             trained = rate * (self.left() - pruning - rounding)
             if pruning + rounding <= 60 * self.minutes * OF_PRUNING and (not train or trained >= LEAST_TOKENS):
                 break
-        little = f"{max(trained, 0) / 1e6:.2g} million tokens in the time left" if enough else f"{tokens} tokens"
+        few = f"{tokens} tokens of chats, where it needs {least}"
+        few = f"{max(trained, 0):.0f} tokens in the time left, where it needs {LEAST_TOKENS}" if enough else few
         matched = describe_seconds(seconds(samples, LADDER[0][1]))
-        left_out = [] if train else [f"no training, since {little} would hardly help"]
+        left_out = [] if train else [f"no training: {few}"]
         left_out += [] if steps else [f"no matching of layers, with which pruning takes {matched}"]
         how = {"samples": min(samples, len(layers.windows)), "length": layers.windows.shape[1], "match_steps": steps}
         return {"how": how, "train": train, "rounding": rounding, "seconds": pruning + rounding, "left_out": left_out}
@@ -240,7 +245,7 @@ class _Run:
         training, held_out = divide_by_prompt(found)
         replace_file(self.held_out, b"".join(map(chat_line, held_out)))
         replace_file(self.training, b"".join(map(chat_line, training)))
-        return f"{len(found)}, {'read' if chats else 'written by the dense model'}"
+        return f"{len(found)} {'read' if chats else 'written by the dense model'}"
 
     def prune(self, part: dict[str, Any]) -> str:
         """Prune, in the type of the source if training follows."""
