@@ -25,9 +25,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from slidesparse.offline.known_models import MODELS
+
 from slidesparse.gemm.ampere.tiles import TILE_CYCLES, TILES, MmaTile
 from slidesparse.lifting.layout import SLAB_BYTES
-from slidesparse.offline.known_models import MODELS
 from slidesparse.weights.pattern import DENSE, Pattern
 
 TOKENS = (16, 64, 256, 1024, 4096, 16384)

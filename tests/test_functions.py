@@ -16,7 +16,7 @@ from slidesparse.cli import build_parser, main
 from slidesparse.offline.calibrate.calibration import LIBRARY
 from slidesparse.offline.outcome import PruneSummary
 
-OF_THE_COMMAND_LINE = {"help", "json", "verbose", "quiet", "own_chats", "prompts", "join_timeout"}
+OF_THE_COMMAND_LINE = {"help", "json", "verbose", "quiet", "own_chats", "join_timeout"}
 """How it is told, chats that ``slidesparse chats`` writes, and processes that torchrun starts."""
 
 OTHERWISE = {"no_bos": "bos", "layer": "layers"}
@@ -35,8 +35,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def options_of(command: str) -> dict[str, Any]:
     (commands,) = (action for action in build_parser()._actions if isinstance(action.choices, dict))
-    actions = commands.choices[command]._actions
-    return {one.dest: one.default for one in actions if one.dest not in OF_THE_COMMAND_LINE}
+    options = {one.dest: one.default for one in commands.choices[command]._actions}
+    others = {*OF_THE_COMMAND_LINE, *(["prompts"] if "own_chats" in options else [])}
+    return {name: default for name, default in options.items() if name not in others}
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,7 @@ def options_of(command: str) -> dict[str, Any]:
         ("prune", ss.prune, {}),
         ("recover", ss.recover, {"source": "pruned", "text": "texts"}),
         ("eval", ss.evaluate, {"source": "checkpoint"}),
+        ("compress", ss.compress, {"source": "model"}),
     ],
 )
 def test_a_function_has_the_options_of_its_command(

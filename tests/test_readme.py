@@ -37,11 +37,26 @@ def test_prune_and_load_as_printed(source: None) -> None:
     exec(load, {})
 
 
-def test_prune_recover_and_round_as_printed(source: None) -> None:
-    (commands,) = (text for text in blocks("bash") if "slidesparse recover" in text)
-    small = commands.replace("--tokens 20M", "--tokens 2k --batch 96 --window 24 --eval-windows 2")
+def test_compress_as_printed(source: None, tmp_path: Path) -> None:
+    (command,) = (text for text in blocks("bash") if text.startswith("slidesparse compress"))
+    (tmp_path / "Qwen2.5-7B").rename("Qwen2.5-7B-Instruct")
+    Path("Qwen2.5-7B-Instruct/chat_template.jinja").write_text(
+        "{% for one in messages %}{{ one.content }} {% endfor %}"
+    )
+    Path("prompts.txt").write_text("\n".join(f"Why {number}?" for number in range(64)))
+    assert main(command.replace("--minutes 60", "--minutes 0.4").split()[1:]) == 0
+    assert "| perplexity | " in Path("compressed/report.md").read_text()
+
+
+def test_the_parts_of_the_recipe_as_printed(source: None) -> None:
+    page = (ROOT / "docs/recipe.md").read_text()
+    (commands,) = (text for text in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) if "slidesparse recover" in text)
+    small = commands.replace("--tokens 20M", "--tokens 2k --batch 96 --window 24 --eval-windows 2").replace("\\\n", " ")
+    small = small.replace("Qwen/Qwen2.5-Coder-0.5B-Instruct", "Qwen2.5-7B").replace("chats.jsonl", "text.txt")
+    small = small.replace("--match-steps 200", "--match-steps 2").replace("held-out", "text")
     for line in small.splitlines():
-        assert main(line.split()[1:]) == 0
+        if not line.startswith("slidesparse chats"):
+            assert main(line.split()[1:]) == 0
 
 
 def block_of_the_quickstart(name: str) -> str:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from slidesparse.offline.prune_function import prune
     from slidesparse.ops.matmul import matmul
     from slidesparse.pruning import prune_mask
+    from slidesparse.recovery.compress import compress
     from slidesparse.recovery.recover_function import recover
     from slidesparse.weights.packed import PackedWeight
     from slidesparse.weights.packing import pack
@@ -37,6 +38,7 @@ __all__ = [
     "SlideLinear",
     "SlideSparseError",
     "UnsupportedError",
+    "compress",
     "evaluate",
     "lift",
     "load",
@@ -54,6 +56,7 @@ _MODULES = {
     "PackedWeight": "weights.packed",
     "Pattern": "weights.pattern",
     "SlideLinear": "layer.linear",
+    "compress": "recovery.compress",
     "evaluate": "offline.evaluate",
     "lift": "weights.slide",
     "load": "checkpoints.load",

@@ -66,6 +66,18 @@ def test_each_prompt_gets_an_answer_of_its_own(model: Path, tmp_path: Path) -> N
     assert [one.name for one in tmp_path.iterdir()] == ["chats.jsonl"]
 
 
+def test_fewer_chats_where_the_minutes_are_spent(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_batches: None, capsys: Any
+) -> None:
+    monkeypatch.setattr(own_chats, "LEAST", 3)
+    words = ["chats", str(model / "base"), str(tmp_path / "chats.jsonl"), "--count", "9", "--max-tokens", "4"]
+    words += ["--prompts", str(model / "prompts.txt"), "--device", "cpu", "--minutes"]
+    assert main([*words, "0"]) == 1
+    assert main([*words, "1e-6"]) == 0
+    assert "4 chats" in capsys.readouterr().out
+    assert len(lines(tmp_path / "chats.jsonl")) == 4
+
+
 def test_a_prompt_is_a_whole_chat_up_to_the_users_last_message(model: Path, tmp_path: Path) -> None:
     said = [("system", "Be short."), ("user", "Hello"), ("assistant", "Hi"), ("user", "Why?"), ("assistant", "So.")]
     chat = [{"role": role, "content": content} for role, content in said]

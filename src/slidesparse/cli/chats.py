@@ -25,6 +25,7 @@ def add_chats(commands: Commands) -> None:
     add = chats.add_argument
     add("out", type=named_path, metavar="OUT.jsonl", help="file to make")
     add("--count", type=int, required=True, help="number of chats")
+    add("--minutes", type=float, help="write fewer, as many as these minutes suffice for, 32 at least")
     add("--prompts", metavar="FILE", help=f"a prompt a line, or chats {PROMPTS}")
     add("--max-tokens", type=int, default=400, help="most tokens of an answer (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the prompts, and of sampling (default: %(default)s)")
@@ -37,6 +38,6 @@ def _chats(options: argparse.Namespace) -> int:
     from slidesparse.recovery.own_chats import ChatOptions, write_chats
 
     wanted = ChatOptions(options.count, options.prompts, options.max_tokens, options.seed, options.writer)
-    write_chats(source_of(options), options.out, wanted, device_of(options))
-    show(options, {"file": str(options.out), "chats": wanted.count}, lambda: f"{options.out}: {wanted.count} chats")
+    count = write_chats(source_of(options), options.out, wanted, device_of(options), options.minutes)
+    show(options, {"file": str(options.out), "chats": count}, lambda: f"{options.out}: {count} chats")
     return 0

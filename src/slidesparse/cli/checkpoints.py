@@ -15,13 +15,15 @@ from slidesparse.cli.arguments import (
     source_of,
 )  # fmt: skip
 from slidesparse.cli.chats import add_chats
+from slidesparse.cli.compressing import add_compress
 from slidesparse.cli.pruning import add_prune
 from slidesparse.cli.recovering import add_recover
 
 
 def add_commands(commands: Commands) -> None:
-    """Add info, prune, eval, inspect, recover and chats."""
+    """Add info, compress and its parts, and inspect."""
     add_command(commands, "info", _info, "Show the GPU, the libraries, and which backends can run here.")
+    add_compress(commands)
     add_prune(commands)
     _add_eval(commands)
     inspect = add_command(commands, "inspect", _inspect, "Show which patterns the linears of a checkpoint satisfy.")

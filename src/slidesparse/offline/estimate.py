@@ -9,6 +9,7 @@ better than a factor of two.
 from __future__ import annotations
 
 import time
+from functools import lru_cache
 
 import torch
 
@@ -27,7 +28,7 @@ OVERHEAD = 2.0
 
 def estimate_seconds(plan: Plan, device: torch.device) -> float | None:
     """Return the estimated seconds for the layers of a plan on a device; None without calibration."""
-    return None if plan.layers is None else OVERHEAD * _operations(plan, plan.layers) / _operations_a_second(device)
+    return None if plan.layers is None else OVERHEAD * _operations(plan, plan.layers) / operations_a_second(device)
 
 
 def _operations(plan: Plan, layers: LayersToPrune) -> float:
@@ -45,14 +46,16 @@ def _operations(plan: Plan, layers: LayersToPrune) -> float:
     return total
 
 
-def _operations_a_second(device: torch.device) -> float:
-    a = torch.randn(SIDE, SIDE, device=device)
+@lru_cache(maxsize=8)
+def operations_a_second(device: torch.device, dtype: torch.dtype = torch.float32, side: int = SIDE) -> float:
+    """Return the rate of a product of two square matrices on a device, measured once."""
+    a = torch.randn(side, side, device=device).to(dtype)
     times = []
     for _ in range(4):  # the first starts threads or loads a library
         begin = time.perf_counter()
         float((a @ a)[0, 0])  # waits for the device
         times.append(time.perf_counter() - begin)
-    return 2 * SIDE**3 / min(times)
+    return 2 * side**3 / min(times)
 
 
 def describe_seconds(seconds: float) -> str:

@@ -107,6 +107,17 @@ class _Distillation(torch.autograd.Function):
         return *(None if one is None else (one * slope).to(dtype) for one, dtype in pairs), None, None, None, None
 
 
+def differences(logits: torch.Tensor, dense: torch.Tensor, following: torch.Tensor) -> list[torch.Tensor]:
+    """Return KL(dense || student), both losses, and whether both rank the same token first, each [tokens].
+
+    Logits are [tokens, vocabulary]; ``following`` are the next tokens, int64 [tokens], where -100 has no loss.
+    """
+    log_q, log_p = (F.log_softmax(one, -1) for one in (logits, dense))
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+    losses = (F.nll_loss(one, following, reduction="none") for one in (log_q, log_p))
+    return [kl, *losses, log_q.argmax(-1) == log_p.argmax(-1)]
+
+
 @torch.no_grad()
 def compare(student: Predictions, dense: Predictions, ids: torch.Tensor, chunk: int = CHUNK) -> torch.Tensor:
     """Compare predictions on the tokens of text windows, int64 [windows, window], in the order of ``hidden``.
@@ -118,9 +129,6 @@ def compare(student: Predictions, dense: Predictions, ids: torch.Tensor, chunk: 
     following = F.pad(ids[:, 1:], (0, 1), value=-100).flatten()
     sums = torch.zeros(4, dtype=torch.float64, device=ids.device)
     for rows in chunks(len(student.hidden), len(student.head), chunk):
-        log_q, log_p = (F.log_softmax(one.logits(rows), -1) for one in (student, dense))
-        kl = (log_p.exp() * (log_p - log_q)).sum(-1)
-        losses = (F.nll_loss(one, following[rows], reduction="none") for one in (log_q, log_p))
-        same = log_q.argmax(-1) == log_p.argmax(-1)
-        sums += torch.stack([one.sum(dtype=torch.float64) for one in (kl, *losses, same)])
+        figures = differences(student.logits(rows), dense.logits(rows), following[rows])
+        sums += torch.stack([one.sum(dtype=torch.float64) for one in figures])
     return sums

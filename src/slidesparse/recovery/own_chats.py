@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from slidesparse.offline.calibrate.texts import Document, document, read_documen
 from slidesparse.recovery.prompts import make_prompts
 from slidesparse.recovery.writers import SAMPLING, VllmWriter, WriterName, end_tokens, writer_class
 
-MOST_CHATS, MOST_TOKENS = 10**8, 1 << 20
+MOST_CHATS, MOST_TOKENS, MOST_MINUTES, LEAST = 10**8, 1 << 20, 1e6, 32
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,12 @@ class ChatOptions:
                 raise InputError(name, got=value, needed=f"{least} to {most}")
 
 
-def write_chats(model: Path, path: Path, options: ChatOptions, device: str) -> None:
-    """Let a model write chats into a new file, an object a line.
+def write_chats(model: Path, path: Path, options: ChatOptions, device: str, minutes: float | None = None) -> int:
+    """Let a model write chats into a new file, an object a line, and return their number.
 
     ``messages`` are the chat in words, ``tokens`` the numbers that the model read and wrote, and ``seal`` a digest of
     both (:class:`slidesparse.offline.calibrate.chats.Chat`). Answers are kept batch by batch in ``NAME.KEY.part``, from
-    which the same options resume.
+    which the same options resume. Where the next batch would exceed the ``minutes`` there are fewer, 32 at least.
 
     Raises:
         InputError: The file exists or is being written; there are no prompts, or no chat template; or the model has too
@@ -76,37 +77,52 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str) -> N
     """
     if path.exists():
         raise InputError(f"{path} exists", remedy="remove it or choose another name")
+    if minutes is not None and not 0 < minutes <= MOST_MINUTES:
+        raise InputError("--minutes", got=minutes, needed=f"a number above 0, at most {MOST_MINUTES:g}")
     usable_device(device)
+    opened = time.monotonic()
     tokenizer, asked, longest = load_tokenizer(model), _prompts(options), options.max_tokens
     ids, kind = _ids(model, tokenizer, asked, longest), writer_class(options.writer, device)
     writer = kind(model, max(map(len, ids)) + longest, device, end_tokens(Checkpoint(model), tokenizer))
     vocabulary = vocabulary_digest(tokenizer)
     part = path.with_name(f"{path.name}.{_key(model, tokenizer, options)}.part")
     with open(part, "a+b") as file:
-        first = _answers_in(file, part, ids, vocabulary)
+        done = first = _answers_in(file, part, ids, vocabulary)
         again = f"; {first} are there from an interrupted run" if first else ""
-        LOG.warning("%d answers of at most %d tokens, by %s on %s%s", len(ids), longest, kind.name, device, again)
-        with progress_bar("answers", len(ids), unit="answers") as advance:
-            advance(first)
-            for start in range(first, len(ids), kind.at_once):
-                began, some = time.monotonic(), slice(start, start + kind.at_once)
+        wanted = f"{len(ids)}" if minutes is None else f"up to {len(ids)}"
+        LOG.warning("%s answers of at most %d tokens, by %s on %s%s", wanted, longest, kind.name, device, again)
+        total, unit = (len(ids), "answers") if minutes is None else (math.ceil(60 * minutes), "seconds")
+        with progress_bar("answers", total, unit=unit) as advance:
+            advance(first if minutes is None else 0)
+            for start in range(first, len(ids), writer.at_once):
+                began, some = time.monotonic(), slice(start, start + writer.at_once)
                 answers = writer.answer(ids[some], longest, options.seed + start)
                 texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
                 tokens = [[*read, *answer] for read, answer in zip(ids[some], answers, strict=True)]
                 file.write(b"".join(map(_line, asked[some], texts, tokens, repeat(vocabulary))))
                 file.flush()
-                advance(len(answers))
-                if start == first and (left := len(ids) - start - len(answers)):
-                    minutes = (time.monotonic() - began) / 60 / len(answers) * left
-                    LOG.warning("about %.1f minutes for the other %d answers", minutes, left)
+                done, seconds = start + len(answers), time.monotonic() - began
+                advance(len(answers) if minutes is None else round(seconds), f"{done} answers" if minutes else "")
+                if minutes is not None and done >= LEAST and time.monotonic() - opened + seconds > 60 * minutes:
+                    break
+                if start == first and minutes is None and done < len(ids):
+                    left = len(ids) - done
+                    LOG.warning("about %.1f minutes for the other %d answers", seconds / 60 / len(answers) * left, left)
             part.replace(path)
+            return done
 
 
 def _line(asked: Chat, text: str, tokens: list[int], vocabulary: str) -> bytes:
     """Return the line of an answered chat."""
     chat = Chat([*asked, {"role": "assistant", "content": text}], asked.tools, tokens=tokens)
+    chat.seal = chat.sealed_by(vocabulary)
+    return chat_line(chat)
+
+
+def chat_line(chat: Chat) -> bytes:
+    """Return the line of a chat in a file of chats."""
     tools = {} if chat.tools is None else {"tools": chat.tools}
-    line = {"messages": [*chat], **tools, "tokens": tokens, "seal": chat.sealed_by(vocabulary)}
+    line = {"messages": [*chat], **tools, "tokens": chat.tokens, "seal": chat.seal}
     return json.dumps(line, ensure_ascii=False).encode() + b"\n"
 
 
@@ -149,17 +165,23 @@ def kept_chats(model: Path, options: ChatOptions, device: str, ranks: Ranks = AL
                 path.unlink()
         if ranks.is_first and not path.exists():
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            write = _write_in_child if writer_class(options.writer, device) is VllmWriter else write_chats
-            write(model, path, options, device)
+            write_chats_apart(model, path, options, device)
     if not path.exists():
         raise InputError(f"{path} is on another machine", remedy="write a file for all: slidesparse chats")
     return path
 
 
-def _write_in_child(model: Path, path: Path, options: ChatOptions, device: str) -> None:
-    """Write chats in a child outside torchrun, on the same GPU, whose memory is free when it ends."""
+def write_chats_apart(model: Path, path: Path, options: ChatOptions, device: str, minutes: float | None = None) -> None:
+    """Write chats like :func:`write_chats`, by vLLM in a child outside torchrun, which frees the GPU when it ends."""
+    if writer_class(options.writer, device) is not VllmWriter:
+        write_chats(model, path, options, device, minutes)
+        return
     words = [sys.executable, "-m", "slidesparse", "chats", str(model.resolve()), str(path), f"--device={device}"]
-    words += [f"--{name.replace('_', '-')}={value}" for name, value in asdict(options).items() if value is not None]
+    words += [
+        f"--{name.replace('_', '-')}={value}"
+        for name, value in {**asdict(options), "minutes": minutes}.items()
+        if value is not None
+    ]
     of_torchrun = ("RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_")
     alone = {name: value for name, value in os.environ.items() if not name.startswith(of_torchrun)}
     if subprocess.run(words, env=alone, stdout=subprocess.DEVNULL, check=False).returncode:

@@ -89,6 +89,7 @@ class TransformersWriter:
         for name, parameter in self.model.named_parameters():
             check_finite(parameter.detach(), name)
         self.ends = list(ends)
+        self.at_once = self.at_once if device.startswith("cuda") else min(self.at_once, 8)  # else nothing for minutes
         usual = {"do_sample": True, "top_k": 0, "top_p": 1.0, "pad_token_id": 0, **SAMPLING}
         settings = need("transformers").GenerationConfig
         self.model.generation_config = settings(eos_token_id=self.ends or None, **usual)  # and nothing of a file

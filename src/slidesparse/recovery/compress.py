@@ -1,0 +1,330 @@
+"""``slidesparse.compress``: chats, pruning, training, rounding and judging, one after the other.
+
+Of the minutes a quarter is for chats, a half for pruning and rounding, a tenth for judging, and training takes what is
+left. What does not fit is made smaller or left out, and the outcome says so.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from itertools import product, takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slidesparse.base.arguments import require_plain
+from slidesparse.base.device import give_blocks_back, usable_device
+from slidesparse.base.paths import usable_path
+from slidesparse.base.progress import advice, say, table
+from slidesparse.base.version import __version__
+from slidesparse.base.whole_file import replace_file
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.identity import fingerprint
+from slidesparse.checkpoints.meta_model import model_class
+from slidesparse.errors import CheckpointError, InputError
+from slidesparse.files.hub import hub_model, source_folder
+from slidesparse.files.json_files import read_json, write_json
+from slidesparse.files.staging import staged
+from slidesparse.files.stored import STORED_NAMES
+from slidesparse.models.config_keys import MARKER_KEY
+from slidesparse.offline.calibrate.calibration import Calibration, load_tokenizer, positions, tokens_of
+from slidesparse.offline.calibrate.chats import Chat
+from slidesparse.offline.calibrate.texts import DEFAULT, read_documents
+from slidesparse.offline.estimate import OVERHEAD, describe_seconds, estimate_seconds, operations_a_second
+from slidesparse.offline.outcome import SIX_BITS
+from slidesparse.offline.prune import prepare
+from slidesparse.offline.prune_function import prune
+from slidesparse.offline.prune_options import PruneOptions
+from slidesparse.recovery.judge import Figure, judge
+from slidesparse.recovery.options import MOST, RecoverOptions
+from slidesparse.recovery.own_chats import ChatOptions, chat_line, write_chats_apart
+from slidesparse.recovery.recover_function import recover
+from slidesparse.recovery.result import RECORD
+from slidesparse.weights.quant import FLOATS, QuantName, Rounding, dtype_name
+
+OF_CHATS, OF_PRUNING, OF_JUDGING = 0.25, 0.5, 0.1
+"""Shares of the minutes."""
+
+CHATS = {"cuda": 40_000, "cpu": 1_000}
+"""Most chats to write: a CPU writes some hundred an hour."""
+
+HELD_OUT = 128
+"""Most prompts to judge on: an eighth of all, and eight at least."""
+
+LADDER = ((256, 200), (128, 200), (128, 0), (32, 0), (4, 0))
+"""Calibration windows and steps of matching, from the best to the least."""
+
+LEAST_TOKENS = 1_000_000
+"""Fewest tokens that are worth a training."""
+
+
+@dataclass(frozen=True)
+class Compression:
+    """Outcome of a run: the table, and what each part did or left out; the model is ``served`` in ``destination``."""
+
+    destination: str
+    title: str
+    figures: list[Figure]
+    lines: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields."""
+        return asdict(self)
+
+    def describe(self) -> str:
+        """Return the outcome as text."""
+        drawn = table((self.title, "dense", "compressed"), [one.cells() for one in self.figures])
+        return "\n".join([drawn, *self.lines, *advice([f"serve it: vllm serve {self.destination}/served"])])
+
+    def page(self) -> str:
+        """Return the same as Markdown, without folders of this machine."""
+        rows = [f"| {' | '.join(one.cells())} |" for one in self.figures]
+        head = [f"# {self.title}", "", "| | dense | compressed |", "|---|---:|---:|"]
+        return "\n".join([*head, *rows, "", *(f"- {line}" for line in self.lines), ""])
+
+
+def compress(
+    model: str | Path,
+    destination: str | Path,
+    pattern: str,
+    *,
+    minutes: float = 60.0,
+    prompts: str | None = None,
+    chats: str | None = None,
+    dtype: QuantName = "int8",
+    rounding: Rounding = "absmax",
+    device: str | torch.device | None = None,
+    revision: str | None = None,
+) -> Compression:
+    """Let a dense chat model write chats, prune it on them, train, round and judge it: ``slidesparse compress``.
+
+    An interrupted call goes on with the same call. Errors are those of :func:`slidesparse.prune` and
+    :func:`slidesparse.recover`.
+
+    Args:
+        model: A folder, or ``NAMESPACE/NAME`` of the hub.
+        destination: The folder to make; the compressed model is ``served`` in it, and the table ``report.md``.
+        pattern: ``6:8``, ``4:6``, ``2:4``, ...
+        minutes: Budget of all parts, which are estimated.
+        prompts: Prompts for the chats, as in ``slidesparse chats``; None: general ones.
+        chats: Chats to read instead.
+        dtype: ``int8`` or ``fp8``.
+        rounding: Rounding of INT8 weights: ``absmax`` or ``6bit``.
+        device: ``cpu`` or ``cuda``; None: a GPU when there is one.
+        revision: Branch, tag or commit of a model of the hub; None: its main branch.
+
+    Example::
+
+        import slidesparse as ss
+
+        print(ss.compress("./Qwen2.5-7B", "./compressed", "4:6", minutes=60, rounding="6bit").describe())
+    """
+    require_plain(compress, locals())
+    if not 0 < minutes <= MOST:
+        raise InputError("--minutes", got=minutes, needed=f"a number above 0, at most {MOST:g}")
+    if prompts is not None and chats is not None:
+        raise InputError("--prompts with --chats", needed="one of them", remedy="--chats are answered already")
+    texts = hashlib.sha256(json.dumps([one and read_documents(one) for one in (prompts, chats)]).encode()).hexdigest()
+    where, dense = usable_device(device), Checkpoint(source_folder(model, revision))
+    options = {"pattern": pattern, "minutes": minutes, "dtype": dtype, "rounding": rounding, "texts": texts}
+    known = {"options": options, "model": fingerprint(dense, dense.config), "device": where.type}
+    run = _Run(dense, where, minutes, pattern, dtype, rounding)
+    to = usable_path(destination, "destination")
+    with staged(to, dense.path, {"slidesparse": __version__, **known}, 0) as work:
+        run.open(work.output, work.kept / "parts.json")
+        work.describe = lambda: f"what the parts have made ({', '.join(run.parts)})"
+        run.do("chats", lambda _: run.write_chats(prompts, chats))
+        run.do("prune", run.prune)
+        if run.parts["prune"]["train"]:
+            run.do("recover", run.recover)
+            run.do("round", run.round)
+        run.do("judge", run.judge)
+        done = run.outcome(str(destination))
+        replace_file(work.output / "report.md", done.page())
+    return done
+
+
+@dataclass
+class _Run:
+    """A run: its options, and for each part what was decided, what came of it, and the seconds that it took."""
+
+    dense: Checkpoint
+    device: torch.device
+    minutes: float
+    pattern: str
+    dtype: QuantName
+    rounding: Rounding
+
+    def open(self, out: Path, state: Path) -> None:
+        """Read the state of an interrupted run, or check that the least pruning fits into the minutes."""
+        self.out, self.state, self.parts = out, state, dict[str, dict[str, Any]]()
+        self.training, self.held_out = out / "training.jsonl", out / "held-out.jsonl"
+        self.config = model_class(self.dense)[1]
+        largest = max(map(self.dense.stored, self.dense.files), key=lambda one: one.n_bytes)
+        self.own: Any = {name: dtype for dtype, name in STORED_NAMES.items()}.get(largest.dtype)
+        if self.own not in FLOATS or MARKER_KEY in self.dense.config:
+            raise CheckpointError(f"{self.dense.path} is quantised or pruned", needed="a dense model in a float type")
+        if state.exists():
+            self.parts = read_json(state)
+            return
+        least = self.fit(Calibration(DEFAULT, LADDER[-1][0], positions(self.config)))
+        if (needed := least["seconds"] / 60 / OF_PRUNING) > self.minutes:
+            needs = f"about {math.ceil(needed)} on {self.device.type}, to prune and round at all"
+            raise InputError("--minutes", got=f"{self.minutes:g}", needed=needs, remedy="give more, or use a GPU")
+        write_json(state, self.parts)  # from here on there is something to keep
+
+    def do(self, name: str, work: Callable[[dict[str, Any]], str]) -> None:
+        """Do a part unless it is done; ``work`` gets what is known of it, and returns in words what it did."""
+        part = self.parts.setdefault(name, {"seconds": 0.0})
+        if "told" in part:
+            return
+        say("compress", f"{name}; {self.spent() / 60:.1f} of {self.minutes:g} minutes are spent")
+        begun = time.monotonic()
+        try:
+            part["told"] = work(part)
+        finally:
+            part["seconds"] += time.monotonic() - begun
+            write_json(self.state, self.parts)
+            gc.collect()  # models in circles of references
+            give_blocks_back(self.device)
+
+    def spent(self) -> float:
+        """Return the seconds of all parts."""
+        return float(sum(part["seconds"] for part in self.parts.values()))
+
+    def left(self) -> float:
+        """Return the seconds that are left before judging."""
+        return 60 * self.minutes * (1 - OF_JUDGING) - self.spent()
+
+    def fit(self, text: Calibration, tokens: float = math.inf) -> dict[str, Any]:
+        """Return how to prune: by the best of :data:`LADDER` that fits, and with training if that fits too.
+
+        ``tokens`` are those of the text.
+        """
+        options = PruneOptions(self.pattern, self.dtype, calibration=text, rounding=self.rounding, match_steps=1)
+        plan = prepare(self.dense.path, self.out / "served", options, self.device, "refuse").plan
+        layers: Any = plan.layers
+        fast = (torch.bfloat16, 4096) if self.device.type == "cuda" else ()
+        # A token takes 8 operations a parameter, 2 of them in the dense model.
+        rate = operations_a_second(self.device, *fast) * self.own.itemsize / 8 / self.dense.n_bytes / OVERHEAD
+
+        def seconds(samples: int, steps: int) -> float:
+            matching = replace(layers.matching, steps=steps) if steps else None
+            less = replace(layers, windows=layers.windows[:samples], matching=matching)
+            return estimate_seconds(replace(plan, layers=less), self.device) or 0.0
+
+        enough = tokens >= (least := 16 * self.window)
+        for train, (samples, steps) in product((True, False) if enough else (False,), LADDER):
+            pruning, rounding = seconds(samples, steps), seconds(samples, 0) * train
+            trained = rate * (self.left() - pruning - rounding)
+            if pruning + rounding <= 60 * self.minutes * OF_PRUNING and (not train or trained >= LEAST_TOKENS):
+                break
+        few = f"{tokens} tokens of chats, where it needs {least}"
+        few = f"{max(trained, 0):.0f} tokens in the time left, where it needs {LEAST_TOKENS}" if enough else few
+        matched = describe_seconds(seconds(samples, LADDER[0][1]))
+        left_out = [] if train else [f"no training: {few}"]
+        left_out += [] if steps else [f"no matching of layers, with which pruning takes {matched}"]
+        how = {"samples": min(samples, len(layers.windows)), "length": layers.windows.shape[1], "match_steps": steps}
+        return {"how": how, "train": train, "rounding": rounding, "seconds": pruning + rounding, "left_out": left_out}
+
+    def write_chats(self, prompts: str | None, chats: str | None) -> str:
+        """Write chats, or read given ones, and divide them by prompt."""
+        file = self.out / "chats.jsonl"
+        if chats is None and not file.exists():
+            longest = min(ChatOptions.max_tokens, positions(self.config) // 2)
+            options = ChatOptions(CHATS[self.device.type], prompts, longest)
+            write_chats_apart(self.dense.path, file, options, str(self.device), self.minutes * OF_CHATS)
+        found = [one for one in read_documents(chats or file) if isinstance(one, Chat)]
+        training, held_out = divide_by_prompt(found)
+        replace_file(self.held_out, b"".join(map(chat_line, held_out)))
+        replace_file(self.training, b"".join(map(chat_line, training)))
+        return f"{len(found)} {'read' if chats else 'written by the dense model'}"
+
+    def prune(self, part: dict[str, Any]) -> str:
+        """Prune, in the type of the source if training follows."""
+        if "how" not in part:
+            tokens = len(tokens_of(read_documents(self.training), load_tokenizer(self.dense.path)))
+            length = min(positions(self.config), tokens)
+            part |= self.fit(Calibration(str(self.training), min(LADDER[0][0], tokens // length), length), tokens)
+            write_json(self.state, self.parts)
+        for line in part["left_out"]:
+            say("compress", line)
+        how = part["how"]
+        self.make("pruned" if part["train"] else "served", self.dense.path, how, rounded=not part["train"])
+        matched = f", {how['match_steps']} steps of matching a layer" if how["match_steps"] else ""
+        done = f"sparsegpt, {how['samples']} windows of {how['length']} tokens of chats{matched}"
+        return "; ".join([done, *part["left_out"]])
+
+    def make(self, name: str, source: Path, how: dict[str, Any], rounded: bool = True) -> None:
+        """Prune or round a checkpoint into the folder of this name, unless it is there."""
+        if not (self.out / name).exists():
+            form = {"dtype": self.dtype, "rounding": self.rounding} if rounded else {"dtype": dtype_name(self.own)}
+            prune(source, self.out / name, self.pattern, calibration=self.training, device=self.device, **form, **how)
+
+    @property
+    def window(self) -> int:
+        """Tokens of a window of training."""
+        return positions(self.config, RecoverOptions.window)
+
+    def recover(self, part: dict[str, Any]) -> str:
+        """Train the pruned model in the minutes that are left."""
+        plan, to = self.parts["prune"], self.out / "recovered"
+        minutes = part.setdefault("minutes", (self.left() - plan["rounding"]) / 60)
+        if minutes <= 0:
+            return "left out: the time for it is spent"
+        write_json(self.state, self.parts)  # a run goes on with the same minutes alone
+        if not to.exists():
+            how: dict[str, Any] = {"minutes": minutes, "window": self.window, "device": self.device}
+            recover(self.out / "pruned", self.dense.path, to, texts=[self.training], **how)
+        known = read_json(to / RECORD)
+        kl = "{:.4f} -> {:.4f}".format(*(known[when]["kl"] for when in ("before", "after")))
+        helped = "" if known["kept"] == "after" else ", which did not help: untrained weights are kept"
+        return f"{known['tokens']} tokens, KL {kl} nats{helped}"
+
+    def round(self, part: dict[str, Any]) -> str:
+        """Round what was trained."""
+        source = next(one for one in (self.out / "recovered", self.out / "pruned") if one.exists())
+        self.make("served", source, {**self.parts["prune"]["how"], "match_steps": 0})
+        return "sparsegpt, on the same text"
+
+    def judge(self, part: dict[str, Any]) -> str:
+        """Compare the result with the dense model, and time its linears on a GPU."""
+        served, chats = self.out / "served", [one for one in read_documents(self.held_out) if isinstance(one, Chat)]
+        longest, seconds = positions(self.config, 1024), 60 * self.minutes * OF_JUDGING
+        words, figures = judge(self.dense.path, served, chats, self.device, longest, seconds)
+        figures.append(Figure("files of weights, MB", *(one.n_bytes / 1e6 for one in (self.dense, Checkpoint(served)))))
+        part["figures"] = [asdict(one) for one in figures]
+        return f"{words}, to prompts that nothing was calibrated or trained on; ± is a standard error"
+
+    def outcome(self, destination: str) -> Compression:
+        """Return the outcome of all parts."""
+        origin, six_bits = hub_model(self.dense.path), self.rounding == "6bit"
+        model = self.dense.path.resolve().name if origin is None else origin.repository
+        lines = [f"{name}: {part['told']} ({part['seconds'] / 60:.1f} minutes)" for name, part in self.parts.items()]
+        title = f"{model}, {self.pattern}, {self.dtype}{' of six bits' if six_bits else ''}"
+        figures = [Figure(**one) for one in self.parts["judge"]["figures"]]
+        return Compression(destination, title, figures, [*lines, *([SIX_BITS] if six_bits else [])])
+
+
+def divide_by_prompt(chats: list[Chat]) -> tuple[list[Chat], list[Chat]]:
+    """Return the chats to train on, and one of each prompt that is held out, which no other then has.
+
+    A chat's prompt is all before its first answer.
+    """
+    by_prompt: dict[str, list[Chat]] = {}
+    for chat in chats:
+        prompt = json.dumps([*takewhile(lambda one: one["role"] != "assistant", chat)])
+        by_prompt.setdefault(hashlib.sha256(prompt.encode()).hexdigest(), []).append(chat)
+    answered = sorted(key for key, some in by_prompt.items() if some[0][-1]["role"] == "assistant")
+    if len(answered) < 16:
+        raise InputError("answered chats of different prompts", got=len(answered), needed="16 or more")
+    held_out = set(answered[: min(HELD_OUT, max(8, len(answered) // 8))])
+    training = [chat for key, some in by_prompt.items() if key not in held_out for chat in some]
+    return training, [by_prompt[key][0] for key in sorted(held_out)]

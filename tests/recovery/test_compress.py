@@ -1,0 +1,182 @@
+"""``slidesparse compress`` on a small model: its parts, what goes on after a kill, what is judged, what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import add_tokenizer, contents, make_checkpoint
+
+import slidesparse as ss
+from slidesparse.checkpoints.checkpoint import Checkpoint
+from slidesparse.checkpoints.marker import Marker
+from slidesparse.cli import main
+from slidesparse.errors import CheckpointError, InputError
+from slidesparse.gemm.select import Choice
+from slidesparse.gemm.spec import Route
+from slidesparse.gemm.speed import LayerSpeed
+from slidesparse.offline.calibrate.calibration import load_tokenizer, tokens_of
+from slidesparse.offline.calibrate.chats import Chat
+from slidesparse.offline.calibrate.texts import read_documents
+from slidesparse.offline.evaluate import load_any
+from slidesparse.recovery import compress as module
+from slidesparse.recovery.compress import divide_by_prompt
+from slidesparse.recovery.judge import FIRST, Figure, _mean, judge, speeds
+
+TEMPLATE = "{% for one in messages %}({{ one.role }}) {{ one.content }}\n{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}(assistant) {% endif %}"
+
+
+def chat(question: str, answer: str) -> Chat:
+    return Chat([{"role": "user", "content": question}, {"role": "assistant", "content": answer}])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, chats of its use, and a copy pruned in one shot."""
+    folder = tmp_path_factory.mktemp("model")
+    make_checkpoint(folder / "base", "qwen2", max_position_embeddings=128)
+    add_tokenizer(folder / "base")
+    (folder / "base/chat_template.jinja").write_text(TEMPLATE)
+    chats = [chat(f"What is {i} windows?", f"It is {4 * i} weights of which {2 * i} are kept. " * 2) for i in range(99)]
+    lines = [json.dumps({"messages": [*one]}) for one in (*chats, chats[0])]
+    (folder / "chats.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    ss.prune(folder / "base", folder / "pruned", "2:4", dtype="int8", method="magnitude")
+    return folder
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fast machine, on which a second is left to train."""
+    monkeypatch.setattr(module, "operations_a_second", lambda *_: 1e18)
+    monkeypatch.setattr("slidesparse.offline.estimate.operations_a_second", lambda *_: 1e18)
+    monkeypatch.setattr(module, "LADDER", ((8, 2), (4, 0)))
+    monkeypatch.setattr(module, "recover", partial(module.recover, batch=2048))
+    monkeypatch.setattr(module._Run, "left", lambda _: 1.0)
+
+
+def words(model: Path, out: Path, *more: str) -> list[str]:
+    files = [str(model / "base"), str(out), "--chats", str(model / "chats.jsonl"), "--device", "cpu"]
+    return ["compress", *files, "--pattern", "4:6", "--rounding", "6bit", *more]
+
+
+def test_a_killed_run_goes_on_and_ends_in_a_table(
+    model: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, train = tmp_path / "out", module.recover
+    for name in ("recover", "judge"):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt()))
+            assert main(words(model, out)) == 130
+        assert "the same command goes on from there" in capsys.readouterr().err
+    assert main([*words(model, out), "--pattern", "2:4"]) == 1
+    assert "another pattern" in capsys.readouterr().err
+    kept = contents(tmp_path / "out.partial/output")
+    monkeypatch.setattr(module, "prune", None)  # pruned, trained and rounded before
+    assert main(words(model, out, "--json")) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {name: one for name, one in contents(out).items() if name != "report.md"} == kept
+    marker = Marker.require(Checkpoint(out / "served").config, out)
+    assert str(marker.pattern) == "4:6"
+    assert json.loads((out / "recovered/recover.json").read_text())["options"]["minutes"] == pytest.approx(
+        1 / 60, rel=0.1
+    )
+    assert [one.split(":")[0] for one in told["lines"][:5]] == ["chats", "prune", "recover", "round", "judge"]
+    assert "2 steps of matching" in told["lines"][1]
+    page = (out / "report.md").read_text()
+    assert "| perplexity | " in page
+    assert str(tmp_path) not in page
+    assert train.keywords == {"batch": 2048}
+
+
+def test_what_the_minutes_do_not_suffice_for_is_left_out(
+    model: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LEAST_TOKENS", math.inf)
+    monkeypatch.setattr("slidesparse.offline.estimate.operations_a_second", lambda *_: 1e9)
+    done = ss.compress(
+        model / "base", tmp_path / "out", "2:4", chats=str(model / "chats.jsonl"), device="cpu", minutes=0.05
+    )
+    assert "no training" in done.lines[1]
+    assert "no matching" in done.lines[1]
+    assert sorted(one.name for one in (tmp_path / "out").iterdir() if one.is_dir()) == ["served"]
+
+
+def test_minutes_that_do_not_suffice_at_all_are_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slidesparse.offline.estimate.operations_a_second", lambda *_: 1.0)
+    for how in ({"minutes": 1}, {"minutes": -1}, {"prompts": "chats.txt"}, {"rounding": "6bit", "dtype": "fp8"}):
+        with pytest.raises(InputError):
+            ss.compress(model / "base", tmp_path / "out", "2:4", chats=str(model / "chats.jsonl"), device="cpu", **how)
+    with pytest.raises(CheckpointError, match="quantised or pruned"):
+        ss.compress(model / "pruned", tmp_path / "out", "2:4", chats=str(model / "chats.jsonl"), device="cpu")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_no_prompt_is_trained_on_and_judged(model: Path) -> None:
+    chats: list[Any] = read_documents(model / "chats.jsonl")
+    training, held_out = divide_by_prompt(chats)
+    asked, judged = ([one[0]["content"] for one in some] for some in (training, held_out))
+    assert len(judged) == len(set(judged)) == 99 // 8
+    assert not {*asked} & {*judged}
+    assert {*asked, *judged} == {one[0]["content"] for one in chats}
+    with pytest.raises(InputError, match="16 or more"):
+        divide_by_prompt([chats[0]] * 100)
+
+
+def test_figures_are_those_of_the_definitions(model: Path) -> None:
+    chats: list[Any] = read_documents(model / "chats.jsonl")[:5]
+    words, figures = judge(model / "base", model / "pruned", chats, torch.device("cpu"), 120, 60.0)
+    tokenizer = load_tokenizer(model / "base")
+    pruned, dense = (load_any(Checkpoint(model / name), torch.device("cpu")) for name in ("pruned", "base"))
+    rows = []
+    for one in chats:
+        ids = tokens_of([one], tokenizer)[None, :120]
+        start = len(tokenizer(f"(user) {one[0]['content']}\n(assistant) ", add_special_tokens=False)["input_ids"])
+        with torch.no_grad():
+            log_q, log_p = (net(ids).logits[0, start - 1 : -1].double().log_softmax(-1) for net in (pruned, dense))
+        same, picked = log_q.argmax(-1) == log_p.argmax(-1), ids[0, start:, None]
+        losses = [-log.gather(1, picked).sum() for log in (log_q, log_p)]
+        kl = log_p.exp().mul(log_p - log_q).sum()
+        rows.append(torch.stack([kl, *losses, same.sum(), same[:FIRST].all(), torch.tensor(len(picked))]))
+    kl, ours, theirs, agreed, alike, count = torch.stack(rows).sum(0).tolist()
+    perplexity, rise, divergence, next_token, answers = figures
+    both = math.exp(theirs / count), math.exp(ours / count)
+    assert (perplexity.dense, perplexity.compressed) == pytest.approx(both, rel=1e-3)
+    assert rise.compressed == pytest.approx(100 * (perplexity.compressed / perplexity.dense - 1), rel=1e-6)
+    assert divergence.compressed == pytest.approx(kl / count, rel=1e-3)
+    assert next_token.compressed == pytest.approx(100 * agreed / count)
+    assert answers.compressed == pytest.approx(100 * alike / 5)
+    assert words == f"5 answers of {count:.0f} tokens"
+    for figure in judge(model / "base", model / "base", chats, torch.device("cpu"), 120, 0.0)[1][1:]:
+        assert (figure.compressed, figure.error) in ((0.0, 0.0), (100.0, 0.0))
+
+
+def test_an_error_is_that_of_a_mean_over_answers() -> None:
+    sums, counts = torch.tensor([4.0, 6.0, 5.0]).double(), torch.full((3,), 10.0).double()
+    assert _mean(sums, counts) == pytest.approx((0.5, 0.1 / math.sqrt(3)))
+
+
+@pytest.mark.slow
+def test_it_writes_chats_where_none_are_given(model: Path, tmp_path: Path, quick: None) -> None:
+    shutil.copy(model / "chats.jsonl", tmp_path / "prompts.jsonl")
+    done = ss.compress(
+        model / "base", tmp_path / "out", "4:6", minutes=0.01, prompts=str(tmp_path / "prompts.jsonl"), device="cpu"
+    )
+    assert len(read_documents(tmp_path / "out/chats.jsonl")) == 32
+    assert done.lines[0].startswith("chats: 32 written by the dense model")
+
+
+def test_the_speed_is_that_of_all_linears_together() -> None:
+    us = [{"dense": (4.0,), "hopper": (1.0,)}, {"dense": (4.0,), "hopper": (3.0,)}]
+    layers = [LayerSpeed("int8", 64, 64, (16,), times) for times in us]
+    choices = [Choice((Route(0, "hopper"),), "measured", layer) for layer in layers]
+    assert speeds(choices) == [Figure("speed of the linears here, 16 tokens", 1.0, 2.0)]
+    assert speeds([Choice((Route(0, "dense"),), "no GPU")]) == []
