@@ -71,7 +71,7 @@ FORMS = {
 
 
 class Found(NamedTuple):
-    """A variant on a card: registers of a thread, bytes that spill, stages, shared memory, blocks of a multiprocessor."""
+    """A variant on a card: registers of a thread, spilled bytes, stages, shared memory, resident blocks."""
 
     registers: int
     spilled: int
