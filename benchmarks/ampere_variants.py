@@ -71,7 +71,7 @@ FORMS = {
 
 
 class Found(NamedTuple):
-    """A variant on a card: registers of a thread, bytes that spill, stages, bytes and blocks of shared memory."""
+    """A variant on a card: registers of a thread, spilled bytes, stages, shared memory, resident blocks."""
 
     registers: int
     spilled: int
@@ -102,10 +102,12 @@ def find(tile: MmaTile, form: Form, arch: str) -> Found | None:
 
 
 def rows(forms: list[str], archs: list[str]) -> Iterator[list[str]]:
-    """Compile everything, and yield the cells of each row."""
+    """Compile everything, and yield the cells of each row that some card has room for."""
     with ThreadPoolExecutor(2) as pool:
         for name, tile in product(forms, TILES):
-            found = pool.map(partial(find, tile, FORMS[name]), archs)
+            found = list(pool.map(partial(find, tile, FORMS[name]), archs))
+            if not any(found):
+                continue
             cells = (cell(one, tile, arch) for one, arch in zip(found, archs, strict=True))
             yield [name, str(tile), str(tile.threads), *cells]
 
