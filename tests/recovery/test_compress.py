@@ -58,7 +58,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slidesparse.offline.estimate.operations_a_second", lambda *_: 1e18)
     monkeypatch.setattr(module, "LADDER", ((8, 2), (4, 0)))
     monkeypatch.setattr(module, "recover", partial(module.recover, batch=2048))
-    monkeypatch.setattr(module._Run, "left", lambda _: 1.0)
+    monkeypatch.setattr(module._Run, "left", lambda *_: 1.0)
 
 
 def words(model: Path, out: Path, *more: str) -> list[str]:

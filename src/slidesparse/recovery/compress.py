@@ -167,6 +167,7 @@ class _Run:
         self.out, self.state, self.parts = out, state, dict[str, dict[str, Any]]()
         self.training, self.held_out = out / "training.jsonl", out / "held-out.jsonl"
         self.config = model_class(self.dense)[1]
+        self.window = positions(self.config, RecoverOptions.window)
         largest = max(map(self.dense.stored, self.dense.files), key=lambda one: one.n_bytes)
         self.own: Any = {name: dtype for dtype, name in STORED_NAMES.items()}.get(largest.dtype)
         if self.own not in FLOATS or MARKER_KEY in self.dense.config:
@@ -185,7 +186,7 @@ class _Run:
         part = self.parts.setdefault(name, {"seconds": 0.0})
         if "told" in part:
             return
-        say("compress", f"{name}; {self.spent() / 60:.1f} of {self.minutes:g} minutes are spent")
+        say("compress", f"{name}; {self.left(0) / 60:.1f} of {self.minutes:g} minutes are left")
         begun = time.monotonic()
         try:
             part["told"] = work(part)
@@ -195,13 +196,9 @@ class _Run:
             gc.collect()  # models in circles of references
             give_blocks_back(self.device)
 
-    def spent(self) -> float:
-        """Return the seconds of all parts."""
-        return float(sum(part["seconds"] for part in self.parts.values()))
-
-    def left(self) -> float:
-        """Return the seconds that are left before judging."""
-        return 60 * self.minutes * (1 - OF_JUDGING) - self.spent()
+    def left(self, share: float = OF_JUDGING) -> float:
+        """Return the seconds that are left before a last share of them."""
+        return 60 * self.minutes * (1 - share) - sum(part["seconds"] for part in self.parts.values())
 
     def fit(self, text: Calibration, tokens: float = math.inf) -> dict[str, Any]:
         """Return how to prune: by the best of :data:`LADDER` that fits, and with training if that fits too.
@@ -226,8 +223,8 @@ class _Run:
             trained = rate * (self.left() - pruning - rounding)
             if pruning + rounding <= 60 * self.minutes * OF_PRUNING and (not train or trained >= LEAST_TOKENS):
                 break
-        few = f"{tokens} tokens of chats, where it needs {least}"
-        few = f"{max(trained, 0):.0f} tokens in the time left, where it needs {LEAST_TOKENS}" if enough else few
+        few = f"{max(trained, 0):.0f} tokens in the time left, where it needs {LEAST_TOKENS}"
+        few = few if enough else f"{tokens} tokens of chats, where it needs {least}"
         matched = describe_seconds(seconds(samples, LADDER[0][1]))
         left_out = [] if train else [f"no training: {few}"]
         left_out += [] if steps else [f"no matching of layers, with which pruning takes {matched}"]
@@ -268,11 +265,6 @@ class _Run:
             form = {"dtype": self.dtype, "rounding": self.rounding} if rounded else {"dtype": dtype_name(self.own)}
             prune(source, self.out / name, self.pattern, calibration=self.training, device=self.device, **form, **how)
 
-    @property
-    def window(self) -> int:
-        """Tokens of a window of training."""
-        return positions(self.config, RecoverOptions.window)
-
     def recover(self, part: dict[str, Any]) -> str:
         """Train the pruned model in the minutes that are left."""
         plan, to = self.parts["prune"], self.out / "recovered"
@@ -297,8 +289,8 @@ class _Run:
     def judge(self, part: dict[str, Any]) -> str:
         """Compare the result with the dense model, and time its linears on a GPU."""
         served, chats = self.out / "served", [one for one in read_documents(self.held_out) if isinstance(one, Chat)]
-        longest, seconds = positions(self.config, 1024), 60 * self.minutes * OF_JUDGING
-        words, figures = judge(self.dense.path, served, chats, self.device, longest, seconds)
+        seconds = 60 * self.minutes * OF_JUDGING
+        words, figures = judge(self.dense.path, served, chats, self.device, self.window, seconds)
         figures.append(Figure("files of weights, MB", *(one.n_bytes / 1e6 for one in (self.dense, Checkpoint(served)))))
         part["figures"] = [asdict(one) for one in figures]
         return f"{words}, to prompts that nothing was calibrated or trained on; ± is a standard error"
