@@ -27,8 +27,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse words as argparse does, which would rather name what a mistyped option leaves missing."""
-        known = [*self._option_string_actions]
-        words = takewhile("--".__ne__, () if self._subparsers else args or ())
+        known, has_own = [*self._option_string_actions], self._subparsers is None and "-" in self.prefix_chars
+        words = takewhile("--".__ne__, args or ()) if has_own else ()
         for name in (word.partition("=")[0] for word in words if word.startswith("--")):
             if not any(one.startswith(name) for one in known):
                 nearest = [f"; did you mean {one}?" for one in get_close_matches(name, known, 1)]
