@@ -10,6 +10,7 @@ import os
 import random
 import stat
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,9 +118,9 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 def change_json(value: Any, rng: random.Random) -> Any:
     """Another value somewhere, or one that is gone, or a key that nobody knows."""
-    path = rng.choice(places(value)[1:] or [()])
+    path, other = rng.choice(places(value)[1:] or [()]), deepcopy(rng.choice(VALUES))  # else cases would share it
     if not path:
-        return rng.choice(VALUES)
+        return other
     inside = value
     for key in path[:-1]:
         inside = inside[key]
@@ -127,11 +128,11 @@ def change_json(value: Any, rng: random.Random) -> Any:
     if how == 0:
         del inside[path[-1]]
     elif how == 1 and isinstance(inside, dict):
-        inside["unknown"] = rng.choice(VALUES)
+        inside["unknown"] = other
     elif how == 2 and isinstance(inside[path[-1]], int):
         inside[path[-1]] += rng.choice((-1, 1))
     else:
-        inside[path[-1]] = rng.choice(VALUES)
+        inside[path[-1]] = other
     return value
 
 

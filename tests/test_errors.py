@@ -8,7 +8,14 @@ import pickle
 import pytest
 
 from slidesparse.base.ranks import LostRank
-from slidesparse.errors import CheckpointError, InputError, PatternViolation, SlideSparseError, UnsupportedError
+from slidesparse.errors import (
+    CheckpointError,
+    InputError,
+    PatternViolation,
+    SlideSparseError,
+    UnsupportedError,
+    library_errors,
+)
 from slidesparse.tuning.checking import WrongResult
 
 KINDS = [InputError, UnsupportedError, CheckpointError, WrongResult, LostRank]
@@ -19,6 +26,28 @@ def test_a_message_is_one_line(end: str) -> None:
     error = InputError(f"what{end}is wrong", got=f"a{end}b", needed=f"c{end}d", remedy=f"e{end}f")
     assert isinstance(error, SlideSparseError)
     assert str(error) == "what is wrong; got a b; needed c d; e f"
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "says"),
+    [
+        (
+            "cannot connect",
+            TimeoutError("no answer in 10 s"),
+            "cannot connect (because of TimeoutError: no answer in 10 s)",
+        ),
+        ("field 'a': is 3", TypeError("is 3"), "field 'a': is 3"),
+        ("no model", TimeoutError(), "no model"),
+    ],
+)
+def test_a_librarys_error_says_its_innermost_cause(outer: str, inner: Exception, says: str) -> None:
+    middle, error = RuntimeError("in between"), OSError(outer)
+    middle.__cause__, error.__cause__ = inner, middle
+    with pytest.raises(CheckpointError) as raised, library_errors(CheckpointError, "wrong", remedy="mend it"):
+        raise error
+    assert str(raised.value) == f"wrong; got OSError: {says}; mend it"
+    with pytest.raises(InputError, match="ours"), library_errors(CheckpointError, "wrong"):
+        raise InputError("ours")
 
 
 @pytest.mark.parametrize(

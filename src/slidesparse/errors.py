@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copyreg
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 LONGEST = 500
 """Most characters that a message of ours repeats of another library's."""
@@ -28,10 +30,6 @@ def first_line(error: BaseException) -> str:
     "ValueError: field 'a': is no number"
     >>> first_line(ValueError("one of:\n(1) a file,\n(2) a folder or\n(3) a name.\nInstall something."))
     'ValueError: one of: (1) a file, (2) a folder or (3) a name.'
-    >>> outer = OSError("cannot connect")
-    >>> outer.__cause__ = TimeoutError("no answer in 10 s")
-    >>> first_line(outer)
-    'OSError: cannot connect (because of TimeoutError: no answer in 10 s)'
     """
     inner, said = error, _kind_and_line(error)
     for _ in range(9):  # an error may be its own cause
@@ -46,6 +44,17 @@ def _kind_and_line(error: BaseException) -> str:
     while first and first[-1].endswith(UNFINISHED) and len(first) < len(lines):
         first.append(lines[len(first)])
     return f"{type(error).__name__}: {' '.join(first)}".removesuffix(": ")[:LONGEST]
+
+
+@contextmanager
+def library_errors(kind: type[SlideSparseError], what: str, **parts: str | None) -> Iterator[None]:
+    """Raise any error of another library in the block, which a damaged file can cause, as one of this kind."""
+    try:
+        yield
+    except SlideSparseError:
+        raise
+    except Exception as error:
+        raise kind(what, got=first_line(error), **parts) from error
 
 
 def system_words(error: OSError) -> str:

@@ -278,6 +278,11 @@ def test_damaged_answers_are_written_again(
     (part,) = path.parent.glob("*.part")
     part.write_bytes(part.read_bytes() * 3 + b"[]\n")
     assert kept_chats(model / "base", wanted, "cpu").read_bytes() == whole
+    path.unlink()
+    (tmp_path / "other").write_text("of the user")
+    part.symlink_to(tmp_path / "other")
+    assert kept_chats(model / "base", wanted, "cpu").read_bytes() == whole
+    assert (tmp_path / "other").read_text() == "of the user"
     with edited_config(model / "base") as config:  # another end makes other chats
         config["eos_token_id"] = 50
     assert kept_chats(model / "base", wanted, "cpu") != path

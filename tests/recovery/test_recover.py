@@ -217,14 +217,19 @@ def test_a_text_is_known_by_what_is_in_it(pair: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out/recover.json").read_text())["options"]["texts"] == ["b.txt"]
 
 
-@pytest.mark.parametrize("place", [0.5, 0.9999], ids=["a tensor", "the progress"])
-def test_one_flipped_bit_of_a_state_is_found(pair: Path, tmp_path: Path, place: float) -> None:
+def test_a_damaged_state_is_found(pair: Path, tmp_path: Path) -> None:
+    """One flipped bit of a tensor or of the progress, and no file at all."""
     interrupted(pair, tmp_path / "out", options(pair))
     path = tmp_path / "out.partial/kept/step-00000003/rank-0.safetensors"
-    content = bytearray(path.read_bytes())
-    content[int(place * len(content))] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"damaged; got other .*; remove .*out.partial and run again"):
+    whole = path.read_bytes()
+    for place in (0.5, 0.9999):
+        content = bytearray(whole)
+        content[int(place * len(content))] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"damaged; got other .*; remove .*out.partial and run again"):
+            recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair))
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"rank-0.safetensors is missing; remove .*out.partial and run again"):
         recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair))
 
 

@@ -12,7 +12,7 @@ import torch
 
 from slidesparse.base.paths import usable_path
 from slidesparse.checkpoints.marker import check_quantisation
-from slidesparse.errors import CheckpointError, SlideSparseError, first_line
+from slidesparse.errors import CheckpointError, library_errors
 from slidesparse.files.json_files import read_json
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_reader import TensorReader
@@ -111,12 +111,8 @@ def generation_settings(checkpoint: Checkpoint) -> Any | None:
     path = checkpoint.path / GENERATION_FILE
     if not path.exists():
         return None
-    try:
+    with library_errors(CheckpointError, f"{path} cannot be used", remedy="correct or remove it"):
         return GenerationConfig.from_dict(read_json(path))
-    except SlideSparseError:
-        raise
-    except Exception as error:  # wrong settings can raise anything in a library
-        raise CheckpointError(f"{path} cannot be used", got=first_line(error), remedy="correct or remove it") from error
 
 
 def _refuse_other_sets(folder: Path, names: list[str], inside: Collection[str]) -> None:

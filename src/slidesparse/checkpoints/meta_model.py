@@ -19,7 +19,7 @@ from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.marker import Marker
 from slidesparse.checkpoints.stored_ties import settle_ties
 from slidesparse.checkpoints.tensor_names import TensorNames, ask_transformers
-from slidesparse.errors import CheckpointError, SlideSparseError, UnsupportedError, first_line
+from slidesparse.errors import CheckpointError, UnsupportedError, library_errors
 from slidesparse.models.parts import output_embedding
 from slidesparse.weights.quant import FLOATS
 
@@ -141,13 +141,13 @@ def build_meta_model(
     what = f"cannot build {known.__name__} from {checkpoint.path}/config.json"
     init_empty = need("accelerate").init_empty_weights if real_buffers else None
     empty = torch.device("meta") if init_empty is None else init_empty(include_buffers=False)
-    with _explained(what), empty, _default_dtype(dtype or config.dtype):
+    with library_errors(CheckpointError, what), empty, _default_dtype(dtype or config.dtype):
         model: nn.Module = known(config)
-    with _explained(what):
+    with library_errors(CheckpointError, what):
         set_experts: Any = getattr(model, "set_experts_implementation", None)
         if not real_buffers and set_experts is not None:
             set_experts("batched_mm")  # the others depend on values, or run in BF16 only
-    with _explained(f"transformers cannot tell which tensors of {checkpoint.path} are which"):
+    with library_errors(CheckpointError, f"transformers cannot tell which tensors of {checkpoint.path} are which"):
         names = ask_transformers(known, config, {name: checkpoint.stored(name) for name in checkpoint.files})
     return MetaModel(model.eval(), settle_ties(model, names, checkpoint))
 
@@ -171,7 +171,7 @@ def model_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
             needed=f"a model that transformers {transformers.__version__} has",
             remedy="upgrade transformers; custom code is not run",
         )
-    with _explained(f"cannot read {checkpoint.path}/config.json"):
+    with library_errors(CheckpointError, f"cannot read {checkpoint.path}/config.json"):
         model_type = checkpoint.config.get("model_type")
         if "AutoConfig" in (checkpoint.config.get("auto_map") or {}) and model_type not in transformers.CONFIG_MAPPING:
             raise UnsupportedError(
@@ -192,17 +192,6 @@ def _attention_of(config: Any) -> Iterator[str | None]:
     for name in getattr(config, "sub_configs", ()):
         if (part := getattr(config, name, None)) is not None:
             yield from _attention_of(part)
-
-
-@contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Turn any error of the block into a line that starts with ``what``: a wrong config can break anything."""
-    try:
-        yield
-    except SlideSparseError:
-        raise
-    except Exception as error:
-        raise CheckpointError(what, got=first_line(error)) from error
 
 
 @contextmanager

@@ -35,13 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     with Signals(to_the_end=arguments is None) as signals:
         try:
-            signals.status = _answer(words, signals)
+            return _answer(words, signals)
         except KeyboardInterrupt as error:
             from slidesparse.cli.failure import report
 
             report(error, words)
-            signals.status = signals.exit_status()
-        return signals.status
+            return signals.exit_status()
 
 
 def _answer(words: list[str], signals: Signals) -> int:

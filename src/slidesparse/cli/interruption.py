@@ -46,13 +46,11 @@ class Signals:
     Attributes:
         received: The exception of the first signal, or None.
         reporting: Whether an error is being reported, which a first signal lets end.
-        status: Exit status of the process, once it is known.
     """
 
     def __init__(self, *, to_the_end: bool) -> None:
-        self.to_the_end, self.status = to_the_end, 0
+        self.to_the_end, self.reporting = to_the_end, False
         self.received: Interrupted | None = None
-        self.reporting = False
         self.at, self.process = 0.0, os.getpid()
         self.before: dict[int, Any] = {}
 

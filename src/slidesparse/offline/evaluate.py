@@ -23,7 +23,14 @@ from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.load import load
 from slidesparse.checkpoints.marker import Marker, is_bitnet, other_quantisation, quantisation_dtype
 from slidesparse.checkpoints.meta_model import build_meta_model, model_class
-from slidesparse.errors import CheckpointError, InputError, SlideSparseError, UnsupportedError, first_line
+from slidesparse.errors import (
+    CheckpointError,
+    InputError,
+    SlideSparseError,
+    UnsupportedError,
+    first_line,
+    library_errors,
+)
 from slidesparse.files.hub import source_folder
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.models.causal import require_causal
@@ -228,23 +235,22 @@ def load_any(checkpoint: Checkpoint, device: torch.device) -> Any:
     Raises:
         CheckpointError: It cannot be loaded, or lacks weights, which transformers would make up.
     """
-    path = checkpoint.path
     if checkpoint.config.get(MARKER_KEY) is not None:
-        return load(path, device)
-    known, config = model_class(checkpoint)
+        return load(checkpoint.path, device)
+    return load_by_transformers(checkpoint, device)
+
+
+def load_by_transformers(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype | str = "auto") -> Any:
+    """Load a model as transformers does, with the errors of :func:`load_any`."""
+    path, (known, config) = checkpoint.path, model_class(checkpoint)
     # transformers renames the tensors of other formats.
     if not is_bitnet(checkpoint.config) and other_quantisation(checkpoint.config) is None:
         refuse_faults(build_meta_model(checkpoint), checkpoint)
-    try:
-        with other_library():
-            model, loading = known.from_pretrained(
-                str(path), config=config, dtype="auto", output_loading_info=True, **LOCAL
-            )
-            model = model.to(device).eval()
-            if checkpoint.config.get("quantization_config"):  # compressed-tensors unpacks in the first call
-                model(torch.zeros(1, 1, dtype=torch.int64, device=device))
-    except Exception as error:  # a broken checkpoint can raise anything in transformers
-        raise CheckpointError(f"transformers cannot load {path}", got=first_line(error)) from error
+    with library_errors(CheckpointError, f"transformers cannot load {path}"), other_library():
+        model, loading = known.from_pretrained(str(path), config=config, dtype=dtype, output_loading_info=True, **LOCAL)
+        model = model.to(device).eval()
+        if checkpoint.config.get("quantization_config"):  # compressed-tensors unpacks in the first call
+            model(torch.zeros(1, 1, dtype=torch.int64, device=device))
     if missing := sorted(loading["missing_keys"]):
         raise CheckpointError(
             f"the checkpoint lacks {counted(len(missing), 'tensor')} of {known.__name__}",

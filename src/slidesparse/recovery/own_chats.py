@@ -86,6 +86,8 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str, minu
     writer = kind(model, max(map(len, ids)) + longest, device, end_tokens(Checkpoint(model), tokenizer))
     vocabulary = vocabulary_digest(tokenizer)
     part = path.with_name(f"{path.name}.{_key(model, tokenizer, options)}.part")
+    if part.is_symlink():
+        part.unlink()  # not followed
     with open(part, "a+b") as file:
         done = first = _answers_in(file, part, ids, vocabulary)
         again = f"; {first} are there from an interrupted run" if first else ""

@@ -107,7 +107,7 @@ class State:
 
     @torch.no_grad()
     def _loaded(self, saved: Path, ranks: Ranks) -> Progress:
-        readers = [TensorReader(saved / _file(rank)) for rank in range(len([*saved.iterdir()]))]
+        readers = [TensorReader(saved / _file(rank)) for rank in range(len([*saved.iterdir()]) or 1)]
         written = parse_json(readers[0].verified(PROGRESS).numpy().tobytes(), PROGRESS)
         progress: Progress = decode(Progress, written, PROGRESS)
         for name, tensor in self._tensors().items():

@@ -10,13 +10,13 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from slidesparse.base.other_libraries import LOCAL, need, other_library
-from slidesparse.checkpoints.check_tensors import check_finite
+from slidesparse.base.other_libraries import need, other_library
 from slidesparse.checkpoints.checkpoint import GENERATION_FILE, Checkpoint
 from slidesparse.checkpoints.meta_model import model_class
-from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
+from slidesparse.errors import InputError, UnsupportedError, first_line, library_errors
 from slidesparse.files.json_files import read_json
 from slidesparse.models.causal import require_causal, vocabulary_of
+from slidesparse.offline.evaluate import load_by_transformers
 
 WriterName = Literal["auto", "vllm", "transformers"]  # auto: vLLM on a GPU where it is installed
 
@@ -57,11 +57,9 @@ class VllmWriter:
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for results
         self.vllm, self.ends = need("vllm", "pip install vllm"), list(ends)
         how = {"generation_config": "vllm", "max_model_len": length, "max_num_seqs": 1024}
-        try:
+        remedy = "see its log with --verbose, or take --writer transformers"
+        with library_errors(UnsupportedError, "vLLM cannot run the model", remedy=remedy):
             self.engine = self.vllm.LLM(str(model), dtype="bfloat16", use_tqdm_on_load=False, **how)
-        except Exception as error:  # an engine can raise anything
-            remedy = "see its log with --verbose, or take --writer transformers"
-            raise UnsupportedError("vLLM cannot run the model", got=first_line(error), remedy=remedy) from error
 
     def answer(self, prompts: Sequence[list[int]], max_tokens: int, seed: int) -> list[list[int]]:
         """See :class:`Writer`."""
@@ -78,16 +76,8 @@ class TransformersWriter:
 
     def __init__(self, model: Path, length: int, device: str, ends: Sequence[int]) -> None:
         dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-        known, config = model_class(Checkpoint(model))
-        require_causal(known, config)
-        try:
-            with other_library():
-                load = known.from_pretrained
-                self.model: Any = load(str(model), config=config, dtype=dtype, **LOCAL).to(device).eval()
-        except Exception as error:  # a broken checkpoint can raise anything
-            raise CheckpointError(f"transformers cannot load {model}", got=first_line(error)) from error
-        for name, parameter in self.model.named_parameters():
-            check_finite(parameter.detach(), name)
+        require_causal(*model_class(Checkpoint(model)))
+        self.model: Any = load_by_transformers(Checkpoint(model), torch.device(device), dtype)
         self.ends = list(ends)
         self.at_once = self.at_once if device.startswith("cuda") else min(self.at_once, 8)  # else nothing for minutes
         usual = {"do_sample": True, "top_k": 0, "top_p": 1.0, "pad_token_id": 0, **SAMPLING}

@@ -16,7 +16,7 @@ from typing import Any
 
 from slidesparse.base.log import log_once
 from slidesparse.base.other_libraries import other_library
-from slidesparse.errors import CheckpointError, InputError, first_line
+from slidesparse.errors import CheckpointError, InputError, library_errors
 
 
 class Chat(list[dict[str, Any]]):
@@ -108,11 +108,8 @@ def _text(chat: Sequence[dict[str, Any]], tokenizer: Any, has_clock: bool, to_an
     tools = getattr(chat, "tools", None)
     options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": to_answer}
     options |= {"tools": tools} if tools else {}
-    try:
-        with other_library():
-            if has_clock:
-                options["chat_template"] = FIXED_CLOCK + tokenizer.get_chat_template(tools=tools)
-            return str(tokenizer.apply_chat_template([*chat], **options))
-    except Exception as error:  # a template can raise anything
-        where = f" on {placed}" if (placed := getattr(chat, "where", "")) else ""
-        raise CheckpointError(f"the tokenizer's chat template fails{where}", got=first_line(error)) from error
+    where = f" on {placed}" if (placed := getattr(chat, "where", "")) else ""
+    with library_errors(CheckpointError, f"the tokenizer's chat template fails{where}"), other_library():
+        if has_clock:
+            options["chat_template"] = FIXED_CLOCK + tokenizer.get_chat_template(tools=tools)
+        return str(tokenizer.apply_chat_template([*chat], **options))

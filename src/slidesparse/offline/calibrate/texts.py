@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,7 +18,7 @@ from slidesparse.base.other_libraries import need, other_library
 from slidesparse.base.paths import usable_path
 from slidesparse.base.typed_json import parse_json
 from slidesparse.base.whole_file import read_whole
-from slidesparse.errors import InputError, first_line
+from slidesparse.errors import InputError, first_line, library_errors
 from slidesparse.offline.calibrate.chats import Chat, templated
 
 Document: TypeAlias = "str | Chat"
@@ -159,21 +159,10 @@ def _list(path: Path, text: str) -> list[Document]:
     return [document(f"{path}, entry {number}", one) for number, one in enumerate(documents, start=1)]
 
 
-@contextmanager
-def _explained(failed: str, *, needed: str | None = None, remedy: str | None = None) -> Iterator[None]:
-    """Turn any error of a library into one line: a damaged file, or the network, can raise anything."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(failed, got=first_line(error), needed=needed, remedy=remedy) from error
-
-
 def _parquet(path: Path) -> Iterator[Document]:
     what, remedy = f"{path} is parquet, and pyarrow is not installed", "pip install pyarrow, or use a .jsonl file"
     parquet = need("pyarrow.parquet", remedy, what=what)
-    with _explained(f"{path} is damaged", needed="a parquet file"):
+    with library_errors(InputError, f"{path} is damaged", needed="a parquet file"):
         file = parquet.ParquetFile(path)
         names = file.schema_arrow.names
         columns = [name for name in COLUMNS if name in names]
@@ -191,7 +180,7 @@ def _fetched(name: str, config: str | None) -> Iterator[Document]:
     failed = f"there is no file {name}, and a data set of that name cannot be fetched"
     remedy = "correct the name; NAMESPACE/NAME:CONFIG names one of several configurations"
     length = 0
-    with _explained(failed, remedy=remedy), other_library():
+    with library_errors(InputError, failed, remedy=remedy), other_library():
         rows = iter(datasets.load_dataset(name, config, split="train", streaming=True))
         for number, row in enumerate(rows):
             yield (one := document(f"{name}, row {number}", row))
