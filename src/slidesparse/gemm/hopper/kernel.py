@@ -67,8 +67,8 @@ class Kernel:
     def grid(self, tiles: int) -> int:
         """Return the number of blocks of a launch over so many tiles."""
         # A cluster computes one tile; blocks without a cluster walk over several.
-        most: int = self.multiprocessors * self.tile.blocks if self._cluster == 1 else tiles * self._cluster
-        return min(tiles * self._cluster, most)
+        blocks: int = tiles * self._cluster
+        return min(blocks, self.multiprocessors * self.tile.blocks) if self._cluster == 1 else blocks
 
     def launch(self, arguments: Arguments, grid: int, stream: int) -> None:
         """Run ``grid`` blocks on ``stream``; the kernel's device must be the current one.
