@@ -198,7 +198,8 @@ class _Run:
 
     def left(self, share: float = OF_JUDGING) -> float:
         """Return the seconds that are left before a last share of them."""
-        return 60 * self.minutes * (1 - share) - sum(part["seconds"] for part in self.parts.values())
+        spent: float = sum(part["seconds"] for part in self.parts.values())
+        return 60 * self.minutes * (1 - share) - spent
 
     def fit(self, text: Calibration, tokens: float = math.inf) -> dict[str, Any]:
         """Return how to prune: by the best of :data:`LADDER` that fits, and with training if that fits too.
