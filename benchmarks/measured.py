@@ -321,7 +321,7 @@ def recipe() -> str:
     for pattern, longest in LONGEST.items():
         both = [found[f"{pattern} match"], found[f"{pattern} {longest}"]]
         rows.append([pattern, longest.split()[1], *(rise(one, found["dense"]) for one in both), *map(solved, both)])
-    heads = ("perplexity of code, after step 2", "after step 3", "HumanEval, after step 2", "after step 3")
+    heads = ("perplexity of code, pruned", "trained", "HumanEval, pruned", "trained")
     return markdown(("pattern", "tokens", *heads), rows)
 
 
