@@ -125,13 +125,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sparse_gemm(const 
     Store store(p, sums + SUM_BYTES, thread, number);
     Team team(p, tiles, number, thread, shared_address(shared), first, end);
     for (int tile = blockIdx.x; tile < tiles.count(); tile += gridDim.x) {
-        int row_tile, token_tile;
-        tiles.locate(tile, row_tile, token_tile);
-        store.fetch(row_tile, token_tile);
+        constexpr bool FULL = ROW_BLOCKS * TOKEN_BLOCKS >= 40;  // sums leave no registers for scales
+        if (!FULL) store.fetch(tiles, tile);
         Sums d = {};
 #pragma unroll 1
         for (int slab = first; slab < end; slab++) team.step<0>(d);
         if (SPLIT > 1) add_teams(d, (acc_t*)sums, number, thread);
+        if (FULL) store.fetch(tiles, tile);
         if (number == 0) store.store(d, shared + (team.last - shared_address(shared)));
     }
 }
