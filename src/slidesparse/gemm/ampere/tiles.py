@@ -24,7 +24,7 @@ TILE_CYCLES = 3000
 """Cycles of a tile besides its steps."""
 
 STEP_CYCLES = 200
-"""Cycles of a step in which a team waits: for its threads, and for its first operands. Other teams multiply meanwhile."""
+"""Cycles of a step in which a team waits, for threads and first operands; other teams multiply meanwhile."""
 
 
 @dataclass(frozen=True)
