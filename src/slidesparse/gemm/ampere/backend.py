@@ -14,7 +14,7 @@ from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.kernel import load_kernels
 from slidesparse.gemm.hopper.weights import StepForm
 
-REVISION = "ampere-1"
+REVISION = "ampere-2"
 """Revision of the kernel, to increment when its speed changes: measured times belong to one revision."""
 
 OLDEST, OLDEST_FP8 = (8, 0), (8, 9)

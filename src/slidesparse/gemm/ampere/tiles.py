@@ -23,6 +23,9 @@ FEWEST_STAGES, MOST_STAGES = 3, 8
 TILE_CYCLES = 3000
 """Cycles of a tile besides its steps."""
 
+STEP_CYCLES = 200
+"""Cycles of a step in which a team waits, for threads and first operands; other teams multiply meanwhile."""
+
 
 @dataclass(frozen=True)
 class MmaTile:
@@ -108,6 +111,7 @@ class MmaTile:
         loaded = self.tokens * SLAB_BYTES + weights
         read = self.token_warps * weights + self.row_warps * self.tokens * SLAB_BYTES
         step = max(instructions * card.instruction_cycles, (loaded + read) / 128, loaded / card.l2_bytes)
+        step += STEP_CYCLES / (self.split * self.blocks)
         waves = self.count(tokens, channels) / (card.multiprocessors * self.blocks)
         waves = max(1.0, waves) if self.blocks > 1 else float(-int(-waves // 1))
         return waves * self.blocks * (form.slabs * step + TILE_CYCLES / self.blocks)
@@ -149,7 +153,7 @@ class Card(NamedTuple):
 
 TILES = (  # those of few tokens split K among warps that need not wait for each other
     MmaTile(4, 12, 4, 2, ahead=False),
-    MmaTile(4, 10, 4, 2),
+    MmaTile(4, 10, 4, 2, ahead=False),
     MmaTile(4, 8, 4, 2),
     MmaTile(4, 6, 4, 2),  # the one with the fewest bytes from L2 for 2:4 in eight bits in 99 KiB of shared memory
     MmaTile(4, 4, 2, 4),

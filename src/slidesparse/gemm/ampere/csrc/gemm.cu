@@ -35,34 +35,30 @@ enum { LOADS = DENSE ? TOKEN_BLOCKS / 2 : TOKEN_BLOCKS };  // of activations for
 // A team: its ring, its place there, and the operands that its warps hold.
 struct Team {
     const int number;
-    const u32 ring, own;  // and where the bytes that this thread copies start in a stage
+    const u32 ring;
     Loader loader;
     const Operands operands;
     Held held;
     u32 stage, last;  // the one that is multiplied, and the one that is filled next
 
     __device__ __forceinline__ Team(const Arguments& p, const Walk& tiles, int number, int thread, u32 rings, int first, int end)
-        : number(number), ring(rings + number * RING_BYTES), own(thread * 16), loader(p, tiles, thread, first, end),
+        : number(number), ring(rings + number * RING_BYTES), loader(p, tiles, thread, first, end),
           operands(thread / 32, thread % 32), stage(ring), last(ring + RING_BYTES - STAGE_BYTES) {
 #pragma unroll
         for (int s = 0; s < STAGES - 1; s++) {
-            loader.template copy<0, 1>(ring + s * STAGE_BYTES + own);
+            loader.template copy<0, 1>(ring + s * STAGE_BYTES);
             loader.next();
         }
         await_copies<STAGES - 2>();
         sync_team(number);
         operands.load_tokens(held.x[0], ring, 0, 0);
-        if (AHEAD)
 #pragma unroll
-            for (int m = 0; m < ROW_BLOCKS; m++) operands.load(held.w[0][m], ring, 0, m);
+        for (int m = 0; m < ROW_BLOCKS; m++) operands.load(held.w[0][m], ring, 0, m);
     }
 
     // Multiply a step, from its instructions I on.
     template <int I>
     __device__ __forceinline__ void step(Sums& d) {
-        if (!AHEAD)
-#pragma unroll
-            for (int m = 0; m < ROW_BLOCKS; m++) operands.load(held.w[0][m], stage, I, m);
         if constexpr (I + 1 < INSTRUCTIONS) {
             multiply<I, 0>(d, stage, I + 1);
             step<I + 1>(d);
@@ -85,7 +81,7 @@ struct Team {
 #pragma unroll
         for (int m = Q; m < ROW_BLOCKS; m += LOADS)
             if (AHEAD) operands.load(held.w[(I + 1) % 2 * AHEAD][m], after, next, m);
-        if constexpr (I + 1 == INSTRUCTIONS) loader.template copy<Q, LOADS>(last + own);
+        if constexpr (I + 1 == INSTRUCTIONS) loader.template copy<Q, LOADS>(last);
         const u32(&x)[4] = held.x[(I * LOADS + Q) % 2];
 #pragma unroll
         for (int m = 0; m < ROW_BLOCKS; m++) {
@@ -96,6 +92,7 @@ struct Team {
             } else {
                 mma<META_WORDS == 1 ? I : 0>(d[m][Q], w, x);
             }
+            if (!AHEAD && ENDS) operands.load(held.w[0][m], after, next, m);
         }
         if constexpr (!ENDS) multiply<I, Q + 1>(d, after, next);
     }
@@ -128,13 +125,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sparse_gemm(const 
     Store store(p, sums + SUM_BYTES, thread, number);
     Team team(p, tiles, number, thread, shared_address(shared), first, end);
     for (int tile = blockIdx.x; tile < tiles.count(); tile += gridDim.x) {
-        int row_tile, token_tile;
-        tiles.locate(tile, row_tile, token_tile);
-        store.fetch(row_tile, token_tile);
+        constexpr bool FULL = ROW_BLOCKS * TOKEN_BLOCKS >= 40;  // sums leave no registers for scales
+        if (!FULL) store.fetch(tiles, tile);
         Sums d = {};
 #pragma unroll 1
         for (int slab = first; slab < end; slab++) team.step<0>(d);
         if (SPLIT > 1) add_teams(d, (acc_t*)sums, number, thread);
+        if (FULL) store.fetch(tiles, tile);
         if (number == 0) store.store(d, shared + (team.last - shared_address(shared)));
     }
 }

@@ -40,9 +40,11 @@ __device__ __forceinline__ void load_matrices(u32* to, u32 address) {
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(address));
 }
 
-template <int TO, int FROM>
-__device__ __forceinline__ void copy_16(u32 to, const u8* from) {
-    asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %3], 16;" ::"r"(to), "l"(from), "n"(TO), "n"(FROM) : "memory");
+// Copy 16 bytes if they start before `left`. Without a branch, the compiler issues copies between matrix instructions.
+template <int TO, int FROM, int START>
+__device__ __forceinline__ void copy_16(u32 to, const u8* from, int left) {
+    asm volatile("{.reg .pred p; setp.gt.s32 p, %4, %5; @p cp.async.cg.shared.global [%0 + %2], [%1 + %3], 16;}"
+                 ::"r"(to), "l"(from), "n"(TO), "n"(FROM), "r"(left), "n"(START) : "memory");
 }
 
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

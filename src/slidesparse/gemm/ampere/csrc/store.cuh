@@ -19,8 +19,10 @@ struct Store {
     __device__ __forceinline__ Store(const Arguments& p, u8* shared, int thread, int team)
         : p(p), factors((float*)shared), thread(thread), warp(thread / 32), lane(thread % 32), team(team) {}
 
-    // Fetch this thread's share of a tile's scales and bias, before the multiplication, which hides the latency.
-    __device__ __forceinline__ void fetch(int row_tile, int token_tile) {
+    // Fetch this thread's share of a tile's scales and bias, if it can be before the multiplication, which hides the latency.
+    __device__ __forceinline__ void fetch(const Walk& tiles, int tile) {
+        int row_tile, token_tile;
+        tiles.locate(tile, row_tile, token_tile);
         first_channel = row_tile * CHANNELS, first_token = token_tile * TOKENS;
 #pragma unroll
         for (int i = 0; i < (TOKENS + TEAM - 1) / TEAM; i++)
