@@ -25,6 +25,7 @@ from slidesparse.gemm.cusparselt.plan import (
     ALIGNMENT,
     MatmulPlan,
     Shape,
+    algorithm_of,
     compress_matrix,
     device_index,
     handle_of,
@@ -181,7 +182,7 @@ class CuSparseLt(Backend):
     ) -> torch.Tensor:
         """Multiply activations [rows, K'] by the 2:4 matrix, and add the bias."""
         shape = Shape(x.get_device(), out_features + -out_features % MULTIPLE, x.shape[1], x.shape[0], x.dtype)
-        plan = plan_for(shape)
+        plan = plan_for(shape, algorithm_of(shape, weight))
         if torch.cuda.is_current_stream_capturing():
             _CAPTURED.add(plan)
         acc = empty(shape.rows, shape.out, shape.accumulator, shape.device)
