@@ -102,7 +102,7 @@ class CuSparseLt(Backend):
         BF16 at 18 sizes on an H100 (results/h100/vllm/served-starts-halves.txt).
         """
         most = 0.83 if problem.dtype in QUANTISED else 0.87
-        return "hopper", f"hopper took at most {most} of its time wherever both were measured"
+        return "hopper", f"hopper took at most {most} of its default algorithm's time wherever both were measured"
 
     def accumulator_bytes(self, dtype: torch.dtype, out_dtype: torch.dtype, tokens: int, device: torch.device) -> int:
         """See :class:`slidesparse.gemm.backend.Backend`."""

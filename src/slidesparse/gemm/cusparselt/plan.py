@@ -95,7 +95,7 @@ class MatmulPlan:
             self._make(shape, algorithm)
 
     def _make(self, shape: Shape, algorithm: int) -> None:
-        handle, call = self._handle.address, self._library.call
+        handle, call, kind = self._handle.address, self._library.call, api.COMPUTE_TYPES[shape.dtype]
         operand, product = api.CUDA_TYPES[shape.dtype], api.CUDA_TYPES[shape.accumulator]
 
         weight = self._new("cusparseLtMatDescriptorDestroy")
@@ -108,12 +108,9 @@ class MatmulPlan:
         call("cusparseLtDenseDescriptorInit", handle, y, *where)
 
         matmul = self._new(None)
-        compute = api.COMPUTE_TYPES[shape.dtype]
-        operations = (api.TRANSPOSE, api.NON_TRANSPOSE)
-        call("cusparseLtMatmulDescriptorInit", handle, matmul, *operations, weight, x, y, y, compute)
-        selection = self._new("cusparseLtMatmulAlgSelectionDestroy")
+        call("cusparseLtMatmulDescriptorInit", handle, matmul, api.TRANSPOSE, api.NON_TRANSPOSE, weight, x, y, y, kind)
+        selection, number = self._new("cusparseLtMatmulAlgSelectionDestroy"), ctypes.c_int(algorithm)
         call("cusparseLtMatmulAlgSelectionInit", handle, selection, matmul, api.ALG_DEFAULT)
-        number = ctypes.c_int(algorithm)
         if algorithm != DEFAULT:
             call("cusparseLtMatmulAlgSetAttribute", handle, selection, api.ALG_CONFIG_ID, ctypes.byref(number), 4)
         call("cusparseLtMatmulAlgGetAttribute", handle, selection, api.ALG_CONFIG_MAX_ID, ctypes.byref(number), 4)
@@ -139,22 +136,11 @@ class MatmulPlan:
         # Alive until the GEMM is queued: another thread may allocate for this stream. From then on torch's allocator
         # reuses this memory on this stream only after the GEMM, and keeps it for a captured graph.
         workspace = empty(1, self.workspace, torch.uint8, y.get_device()) if self.workspace else None
-        stream = ctypes.c_void_p(current_stream(y.get_device()))
-        pointer = y.data_ptr()
+        stream, pointer = ctypes.c_void_p(current_stream(y.get_device())), y.data_ptr()
         beta = _ONE_POINTER if accumulate else _ZERO_POINTER
-        status = self._matmul(
-            self._handle.address,
-            self._plan,
-            _ONE_POINTER,
-            weight.data_ptr(),
-            x_pointer,
-            beta,
-            pointer,
-            pointer,
-            None if workspace is None else workspace.data_ptr(),
-            ctypes.byref(stream),
-            1,
-        )
+        operands = _ONE_POINTER, weight.data_ptr(), x_pointer, beta, pointer, pointer
+        memory = None if workspace is None else workspace.data_ptr()
+        status = self._matmul(self._handle.address, self._plan, *operands, memory, ctypes.byref(stream), 1)
         if status:
             self._library.check(status, "cusparseLtMatmul")
 
@@ -197,16 +183,14 @@ def algorithm_of(shape: Shape, weight: torch.Tensor) -> int:
 def _fastest(shape: Shape, weight: torch.Tensor) -> int:
     # A search takes tens of milliseconds, and a weight has 143 buckets. So only powers of two up to SEARCHED_ROWS try
     # every algorithm. Other buckets try that of the next power; larger ones take it, since their outputs are large.
-    searched, default = min(1 << (shape.rows - 1).bit_length(), SEARCHED_ROWS), MatmulPlan(shape)
-    tried = (
-        range(default.algorithms) if searched == shape.rows else [algorithm_of(shape._replace(rows=searched), weight)]
-    )
+    searched = shape._replace(rows=min(1 << (shape.rows - 1).bit_length(), SEARCHED_ROWS))
+    default = MatmulPlan(shape)
+    tried = range(default.algorithms) if searched == shape else [algorithm_of(searched, weight)]
     if shape.rows > SEARCHED_ROWS:
         return MatmulPlan(shape, tried[0]).algorithm
     # Not the caller's activations: they may be zeros, or end in memory that holds NaN.
-    where, device = (shape.rows, shape.columns), weight.device
-    x = torch.randint(-127, 128, where, dtype=torch.int8, device=device, generator=torch.Generator(device))
-    x = x.to(shape.dtype)
+    x = empty(shape.rows, shape.columns, torch.bfloat16, shape.device)
+    x = x.random_(-127, 128, generator=torch.Generator(weight.device)).to(shape.dtype)
     y, expected = (empty(shape.rows, shape.out, shape.accumulator, shape.device) for _ in range(2))
     best, least = DEFAULT, 0.97 * _least_ms(default, weight, x, expected)
     allowed = 0 if y.dtype == torch.int32 else 2.0**-8 * float(expected.abs().max())  # sums differ in their order
@@ -229,7 +213,7 @@ def _least_ms(plan: MatmulPlan, weight: torch.Tensor, x: torch.Tensor, y: torch.
         plan.run(weight, x.data_ptr(), y)
         end.record()
     runs[-1][1].synchronize()
-    return min(start.elapsed_time(end) for start, end in runs[1:])
+    return float(min(start.elapsed_time(end) for start, end in runs[1:]))
 
 
 def compress_matrix(matrix: torch.Tensor) -> torch.Tensor:
@@ -238,8 +222,7 @@ def compress_matrix(matrix: torch.Tensor) -> torch.Tensor:
     [out, K'], both multiples of 32, with at most 2 non-zeros in every 4 columns, contiguous, on a GPU -> uint8 [bytes],
     with room for a tile of metadata at the end.
     """
-    library, (out, columns) = api.load_library(), matrix.shape
-    device = matrix.get_device()
+    library, (out, columns), device = api.load_library(), matrix.shape, matrix.get_device()
     with torch.cuda.device(device):
         handle, descriptor = handle_of(device), api.Structure()
         _describe_weight(descriptor.address, handle, out, columns, matrix.dtype)
@@ -249,10 +232,8 @@ def compress_matrix(matrix: torch.Tensor) -> torch.Tensor:
             library.call("cusparseLtSpMMACompressedSize2", handle.address, descriptor.address, *sizes)
             compressed = torch.zeros(size.value + METADATA_TILE, dtype=torch.uint8, device=matrix.device)
             buffer = torch.empty(scratch.value, dtype=torch.uint8, device=matrix.device)
-            stream = torch.cuda.current_stream().cuda_stream
-            pointers = matrix.data_ptr(), compressed.data_ptr(), buffer.data_ptr() if scratch.value else None, stream
-            which = (1, api.TRANSPOSE)
-            library.call("cusparseLtSpMMACompress2", handle.address, descriptor.address, *which, *pointers)
+            pointers = matrix.data_ptr(), compressed.data_ptr(), buffer.data_ptr() or None, current_stream(device)
+            library.call("cusparseLtSpMMACompress2", handle.address, descriptor.address, 1, api.TRANSPOSE, *pointers)
         finally:
             library.functions.cusparseLtMatDescriptorDestroy(descriptor.address)
     return compressed
