@@ -183,8 +183,7 @@ def algorithm_of(shape: Shape, weight: torch.Tensor) -> int:
 def _fastest(shape: Shape, weight: torch.Tensor) -> int:
     # A search takes tens of milliseconds, and a weight has 143 buckets. So only powers of two up to SEARCHED_ROWS try
     # every algorithm. Other buckets try that of the next power; larger ones take it, since their outputs are large.
-    searched = shape._replace(rows=min(1 << (shape.rows - 1).bit_length(), SEARCHED_ROWS))
-    default = MatmulPlan(shape)
+    default, searched = MatmulPlan(shape), shape._replace(rows=min(1 << (shape.rows - 1).bit_length(), SEARCHED_ROWS))
     tried = range(default.algorithms) if searched == shape else [algorithm_of(searched, weight)]
     if shape.rows > SEARCHED_ROWS:
         return MatmulPlan(shape, tried[0]).algorithm
