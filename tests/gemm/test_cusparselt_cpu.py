@@ -17,8 +17,9 @@ from slidesparse import Pattern, UnsupportedError, ops
 from slidesparse.gemm import BACKENDS, Problem, choose, get_backend
 from slidesparse.gemm.cusparselt import api
 from slidesparse.gemm.cusparselt import backend as cusparselt
+from slidesparse.gemm.cusparselt import plan as plans
 from slidesparse.gemm.cusparselt.backend import token_bucket
-from slidesparse.gemm.cusparselt.plan import Shape
+from slidesparse.gemm.cusparselt.plan import DEFAULT, Shape, algorithm_of
 from slidesparse.gemm.reference import apply_scales
 from slidesparse.lifting.layout import with_rows
 from slidesparse.pruning import prune_mask
@@ -80,8 +81,8 @@ def test_operators_leave_room_for_the_backend() -> None:
 class _Plan:
     """What the library computes for a shape, from addresses."""
 
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
+    def __init__(self, shape: Shape, algorithm: int = DEFAULT) -> None:
+        self.shape, self.algorithm = shape, algorithm
 
     def run(self, weight: torch.Tensor, x_pointer: int, y: torch.Tensor, *, accumulate: bool = False) -> None:
         rows, columns, dtype = self.shape.rows, self.shape.columns, self.shape.dtype
@@ -115,6 +116,7 @@ def test_a_product_is_put_together_from_the_librarys(
     monkeypatch.setattr(cusparselt, "gpu_of", lambda *_: 5)
     monkeypatch.setattr(cusparselt, "is_current", lambda _: current)
     monkeypatch.setattr(cusparselt, "plan_for", _Plan)
+    monkeypatch.setattr(cusparselt, "algorithm_of", lambda shape, weight: DEFAULT)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(scaling, "scale_rows", scale_rows)
@@ -138,6 +140,74 @@ def test_a_product_is_put_together_from_the_librarys(
         assert torch.equal(ours, exact)
     assert torch.allclose(ours.float(), exact.float(), rtol=2**-7, atol=2**-7)
     assert entered == ([] if current else [5])
+
+
+# -- the search ----------------------------------------------------------------------------------------------------
+
+WRONG, REFUSED, REFUSED_AT_ITS_RUN = 0, 1, 2
+
+
+class _SearchedPlan(_Plan):
+    """A plan of a library with six algorithms, of which three are not to be used."""
+
+    algorithms = 6
+
+    def __init__(self, shape: Shape, algorithm: int = DEFAULT) -> None:
+        super().__init__(shape, algorithm)
+        if algorithm == REFUSED:
+            raise UnsupportedError("no such kernel")
+
+    def run(self, weight: torch.Tensor, x_pointer: int, y: torch.Tensor, *, accumulate: bool = False) -> None:
+        if self.algorithm == REFUSED_AT_ITS_RUN:
+            raise UnsupportedError("no such kernel")
+        super().run(weight, x_pointer, y, accumulate=accumulate)
+        y[-1, -1] += self.algorithm == WRONG
+
+
+def _found(
+    monkeypatch: pytest.MonkeyPatch, times: dict[int, float], rows: tuple[int, ...] = (64,), *, capturing: bool = False
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """The algorithms of numbers of rows, and (rows, algorithm) of every run, in order; times are of algorithms."""
+    runs = []
+
+    def least_ms(plan: _SearchedPlan, weight: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> float:
+        plan.run(weight, x.data_ptr(), y)
+        runs.append((plan.shape.rows, plan.algorithm))
+        return times.get(plan.algorithm, 1.0)
+
+    monkeypatch.setattr(plans, "MatmulPlan", _SearchedPlan)
+    monkeypatch.setattr(plans, "_least_ms", least_ms)
+    monkeypatch.setattr(plans, "_ALGORITHMS", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    weight = torch.randint(-5, 6, (32, 64), dtype=INT8)
+    return [algorithm_of(Shape(-1, 32, 64, m, INT8), weight) for m in rows], runs
+
+
+def test_the_fastest_algorithm_is_taken_that_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {WRONG: 0.1, REFUSED: 0.1, REFUSED_AT_ITS_RUN: 0.1, 3: 0.9, 4: 0.5, 5: 0.8}
+    found, runs = _found(monkeypatch, times)
+    assert found == [4]
+    assert runs == [(64, number) for number in (DEFAULT, WRONG, 3, 4, 5)]
+
+
+def test_the_default_stays_within_3_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _found(monkeypatch, {4: 0.98})[0] == [DEFAULT]
+    assert _found(monkeypatch, {4: 0.96})[0] == [4]
+
+
+def test_only_powers_of_two_are_searched_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, runs = _found(monkeypatch, {4: 0.5}, (48, 64, 48, 4096, 2048))
+    assert found == [4] * 5
+    every = (DEFAULT, WRONG, 3, 4, 5)
+    assert [number for rows, number in runs if rows == 48] == [DEFAULT, 4]
+    for rows in (64, 2048):
+        assert tuple(number for m, number in runs if m == rows) == every
+    assert not [rows for rows, _ in runs if rows > 2048]
+
+
+def test_nothing_is_searched_while_capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _found(monkeypatch, {4: 0.5}, capturing=True) == ([DEFAULT], [])
+    assert not plans._ALGORITHMS  # the next call may search
 
 
 # -- why not -------------------------------------------------------------------------------------------------------

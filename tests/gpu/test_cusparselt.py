@@ -24,7 +24,15 @@ from slidesparse.gemm.cusparselt import api
 from slidesparse.gemm.cusparselt import backend as cusparselt
 from slidesparse.gemm.cusparselt import plan as plans
 from slidesparse.gemm.cusparselt.backend import token_bucket
-from slidesparse.gemm.cusparselt.plan import METADATA_TILE, MatmulPlan, Shape, compress_matrix, plan_for
+from slidesparse.gemm.cusparselt.plan import (
+    DEFAULT,
+    METADATA_TILE,
+    MatmulPlan,
+    Shape,
+    algorithm_of,
+    compress_matrix,
+    plan_for,
+)
 from slidesparse.gemm.reference import product
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.weights.packed import PackedWeight, pack_by
@@ -222,6 +230,23 @@ def test_a_captured_plan_survives_the_cache() -> None:
     assert torch.equal(captured, expected)
 
 
+@pytest.mark.parametrize(("out", "columns"), [(64, 128), (1024, 2048), (4096, 6144)])
+@pytest.mark.parametrize("rows", [32, 48, 256, 1088, 4096])
+def test_the_searched_plan_has_the_references_product(
+    monkeypatch: pytest.MonkeyPatch, out: int, columns: int, rows: int
+) -> None:
+    monkeypatch.setattr(plans, "_ALGORITHMS", {})
+    packed = _packed(INT8, "2:4", out, columns, scaled=False)
+    (weight,), shape = get_backend("cusparselt").prepare(packed), Shape(0, out, columns, rows, INT8)
+    algorithm = algorithm_of(shape, weight)
+    plan, x = plan_for(shape, algorithm), _tokens(INT8, rows, columns)
+    y = torch.empty(rows, out, dtype=torch.int32, device="cuda")
+    plan.run(weight, x.data_ptr(), y)
+    assert torch.equal(y, product(x, packed.columns()))
+    assert plan.algorithms > 1
+    assert algorithm_of(shape, weight) == plan.algorithm == algorithm
+
+
 def test_a_plan_cannot_be_made_while_capturing() -> None:
     layer = _layer("6:8", "int8")
     x = torch.randn(64, COLUMNS, dtype=BF16, device="cuda")
@@ -247,6 +272,7 @@ def test_plans_are_bounded_and_destroyed(monkeypatch: pytest.MonkeyPatch) -> Non
         destroy(*arguments)
 
     monkeypatch.setattr(plans, "_destroy", counting)
+    monkeypatch.setattr(cusparselt, "algorithm_of", lambda shape, weight: DEFAULT)  # a search makes plans too
     monkeypatch.setattr(cusparselt, "plan_for", lru_cache(maxsize=2)(plan_for.__wrapped__))
     layer, reference = _layer("6:8", "int8"), _layer("6:8", "int8", backend="reference")
     for m in (10, 40, 70, 10, 40, 70, 71, 72):

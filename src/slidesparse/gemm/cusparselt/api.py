@@ -28,11 +28,12 @@ STRUCTURE_BYTES = 4096
 """Bytes of an opaque structure; 0.8.0 to 0.10.0 use 512."""
 STRUCTURE_ALIGNMENT = 16
 
-# cusparseOrder_t, cusparseOperation_t, cusparseLtSparsity_t, cusparseLtMatmulAlg_t
+# cusparseOrder_t, cusparseOperation_t, cusparseLtSparsity_t, cusparseLtMatmulAlg_t and ...AlgAttribute_t
 ORDER_COLUMN = 1
 NON_TRANSPOSE, TRANSPOSE = 0, 1
 SPARSITY_50_PERCENT = 0
 ALG_DEFAULT = 0
+ALG_CONFIG_ID, ALG_CONFIG_MAX_ID = 0, 1
 
 CUDA_TYPES = {
     torch.float32: 0,
@@ -61,6 +62,8 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     ),
     "cusparseLtMatmulAlgSelectionInit": (_STRUCTURE, _STRUCTURE, _STRUCTURE, c_int),
     "cusparseLtMatmulAlgSelectionDestroy": (_STRUCTURE,),
+    "cusparseLtMatmulAlgSetAttribute": (_STRUCTURE, _STRUCTURE, c_int, c_void_p, c_size_t),
+    "cusparseLtMatmulAlgGetAttribute": (_STRUCTURE, _STRUCTURE, c_int, c_void_p, c_size_t),
     "cusparseLtMatmulGetWorkspace": (_STRUCTURE, _STRUCTURE, POINTER(c_size_t)),
     "cusparseLtMatmulPlanInit": (_STRUCTURE, _STRUCTURE, _STRUCTURE, _STRUCTURE),
     "cusparseLtMatmulPlanDestroy": (_STRUCTURE,),
