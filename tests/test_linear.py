@@ -425,6 +425,6 @@ def test_a_backend_that_was_asked_for_does_not_change_with_the_weight(monkeypatc
     layer = SlideLinear.from_linear(linear, "6:8", method="magnitude", backend="hopper-6bit", rounding="6bit")
     pruned = linear.weight.detach() * prune_mask(linear.weight.detach(), "6:8")
     values, scale = quantize_weight(pruned, torch.int8)
-    with pytest.raises(RuntimeError, match="a value of its weight has more than 6 bits"):
+    with pytest.raises(RuntimeError, match="values of a weight for hopper-6bit; got 8 bits"):
         layer.load_state_dict({"weight": values, "weight_scale": scale})
     assert layer.choice.backends == ("hopper-6bit",)
