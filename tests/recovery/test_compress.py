@@ -115,6 +115,8 @@ def test_minutes_that_do_not_suffice_at_all_are_refused(
     for how in ({"minutes": 1}, {"minutes": -1}, {"prompts": "chats.txt"}, {"rounding": "6bit", "dtype": "fp8"}):
         with pytest.raises(InputError):
             ss.compress(model / "base", tmp_path / "out", "2:4", chats=str(model / "chats.jsonl"), device="cpu", **how)
+    with pytest.raises(InputError, match="slidesparse prune"):
+        ss.compress(model / "base", tmp_path / "out", "dense", chats=str(model / "chats.jsonl"), device="cpu")
     with pytest.raises(CheckpointError, match="quantised or pruned"):
         ss.compress(model / "pruned", tmp_path / "out", "2:4", chats=str(model / "chats.jsonl"), device="cpu")
     assert not [*tmp_path.iterdir()]

@@ -47,6 +47,7 @@ from slidesparse.recovery.options import MOST, RecoverOptions
 from slidesparse.recovery.own_chats import ChatOptions, chat_line, write_chats_apart
 from slidesparse.recovery.recover_function import recover
 from slidesparse.recovery.result import RECORD
+from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import FLOATS, QuantName, Rounding, dtype_name
 
 OF_CHATS, OF_PRUNING, OF_JUDGING = 0.25, 0.5, 0.1
@@ -129,6 +130,9 @@ def compress(
     require_plain(compress, locals())
     if not 0 < minutes <= MOST:
         raise InputError("--minutes", got=minutes, needed=f"a number above 0, at most {MOST:g}")
+    if Pattern.parse(pattern) == DENSE:
+        remedy = "round it alone: slidesparse prune --pattern dense --rounding 6bit"
+        raise InputError("--pattern", got=pattern, needed="one with zeros to train", remedy=remedy)
     if prompts is not None and chats is not None:
         raise InputError("--prompts with --chats", needed="one of them", remedy="--chats are answered already")
     texts = hashlib.sha256(json.dumps([one and read_documents(one) for one in (prompts, chats)]).encode()).hexdigest()
