@@ -144,7 +144,7 @@ def compress(
     with staged(to, dense.path, {"slidesparse": __version__, **known}, 0) as work:
         run.open(work.output, work.kept / "parts.json")
         work.describe = lambda: f"what the parts have made ({', '.join(run.parts)})"
-        run.do("chats", lambda _: run.write_chats(prompts, chats))
+        run.do("chats", lambda part: run.write_chats(prompts, chats, part["seconds"]))
         run.do("prune", run.prune)
         if run.parts["prune"]["train"]:
             run.do("recover", run.recover)
@@ -236,13 +236,14 @@ class _Run:
         how = {"samples": min(samples, len(layers.windows)), "length": layers.windows.shape[1], "match_steps": steps}
         return {"how": how, "train": train, "rounding": rounding, "seconds": pruning + rounding, "left_out": left_out}
 
-    def write_chats(self, prompts: str | None, chats: str | None) -> str:
-        """Write chats, or read given ones, and divide them by prompt."""
+    def write_chats(self, prompts: str | None, chats: str | None, spent: float) -> str:
+        """Write chats in the seconds that are left of their share, or read given ones, and divide them by prompt."""
         file = self.out / "chats.jsonl"
         if chats is None and not file.exists():
             longest = min(ChatOptions.max_tokens, positions(self.config) // 2)
             options = ChatOptions(CHATS[self.device.type], prompts, longest)
-            write_chats_apart(self.dense.path, file, options, str(self.device), self.minutes * OF_CHATS)
+            minutes = max(self.minutes * OF_CHATS - spent / 60, 0.01)  # a few are written anyway
+            write_chats_apart(self.dense.path, file, options, str(self.device), minutes)
         found = [one for one in read_documents(chats or file) if isinstance(one, Chat)]
         training, held_out = divide_by_prompt(found)
         replace_file(self.held_out, b"".join(map(chat_line, held_out)))
