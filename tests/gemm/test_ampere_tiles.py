@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slidesparse.gemm.ampere.tiles import TILES, Card, MmaTile, cheapest, fitting
+from slidesparse.gemm.hopper.choose_tiles import TOKEN_STEP
 from slidesparse.gemm.hopper.weights import StepForm
 
 A100, H200, L40S = Card(108, 166_912, 2), Card(132, 232_448, 2), Card(142, 101_376, 4)
@@ -29,7 +30,7 @@ def test_sums_leave_registers_for_operands(tile: MmaTile) -> None:
     assert 4 * tile.row_blocks * tile.token_blocks <= 192
     assert tile.threads * tile.blocks <= 256
     assert 256 % tile.channels == 0
-    assert tile.token_blocks % 2 == 0
+    assert tile.tokens % TOKEN_STEP == 0  # so that choices between multiples are those of the next one
     assert tile.split & (tile.split - 1) == 0
 
 

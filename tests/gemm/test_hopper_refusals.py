@@ -62,7 +62,7 @@ def test_no_bindings(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("version", "says"),
     [
-        ((0, 11, 8), "NVRTC is too old for Hopper; got 11.8; needed 12.0 or newer"),
+        ((0, 11, 8), "NVRTC is too old; got 11.8; needed 12.0 or newer"),
         ((7, 0, 0), "nvrtcVersion failed with status 7"),
     ],
 )

@@ -39,6 +39,7 @@ def test_comparisons_of_one_size_are_one_layer_and_the_newest_counts() -> None:
     assert found is not None
     assert found.tokens == (64, 256, 1024, 16384)
     assert found.us == {"dense": (9.0, 2.0, 3.0, 9.0), "quick": (8.0, 1.0, 1.5, 8.0)}
+    assert find_times(table, (*NAMES, "quick-6bit"), "int8", "6:8", 4096, 4096) is None  # of eight bits
     other = find_times(table, NAMES, "int8", "4:6", 4096, 4096)
     assert other is not None
     assert other.us == {"dense": (9.0,) * 3, "quick": (7.0,) * 3}

@@ -63,14 +63,18 @@ def test_dense_runs_where_it_is_faster_by_the_margin(
         ({"quick": (1.05, 1.05, 1.05)}, ["dense"]),  # nothing to gain
         ({"quick": (0.9, 0.9, 0.9)}, ["quick"]),
         ({"quick": (None, 1.05, 0.5)}, ["dense", "quick"]),  # a copy that a gap needs runs wherever it is faster
-        ({"quick": (0.8, 1.2, 1.2), "other": (1.2, 1.1, 0.7)}, ["quick", "other"]),
+        ({"quick": (0.8, 1.2, 1.2), "other": (1.2, 1.1, 0.7)}, ["other"]),  # nor a second packed form
+        (
+            {"quick": (0.8, 1.6, 1.0), "other": (1.6, 0.8, 1.1)},
+            ["quick", "other", "quick"],
+        ),  # both are needed
         # Nothing says how long dense takes, and slower on average of one M.
         ({"dense": (None,) * 3, "quick": (1.0, None, None), "other": (None, 1.0, 1.0)}, ["quick", "dense", "other"]),
         ({"dense": (1.0, None, None), "quick": (1.2, 0.5, 0.5)}, ["dense", "quick"]),
         ({"dense": (1.0, None, None), "quick": (1.05, 0.5, 0.5), "other": (None, 9.0, 9.0)}, ["quick"]),
     ],
 )
-def test_a_dense_copy_is_kept_only_where_a_packed_form_needs_it(
+def test_another_form_is_kept_only_where_the_main_packed_one_needs_it(
     times: dict[str, tuple[float | None, ...]], lean: list[str]
 ) -> None:
     layer = _layer(**{"dense": (1.0, 1.0, 1.0), **times})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,8 @@ def test_minutes_that_do_not_suffice_at_all_are_refused(
     for how in ({"minutes": 1}, {"minutes": -1}, {"prompts": "chats.txt"}, {"rounding": "6bit", "dtype": "fp8"}):
         with pytest.raises(InputError):
             ss.compress(model / "base", tmp_path / "out", "2:4", chats=str(model / "chats.jsonl"), device="cpu", **how)
+    with pytest.raises(InputError, match="slidesparse prune"):
+        ss.compress(model / "base", tmp_path / "out", "dense", chats=str(model / "chats.jsonl"), device="cpu")
     with pytest.raises(CheckpointError, match="quantised or pruned"):
         ss.compress(model / "pruned", tmp_path / "out", "2:4", chats=str(model / "chats.jsonl"), device="cpu")
     assert not [*tmp_path.iterdir()]
@@ -162,6 +165,24 @@ def test_figures_are_those_of_the_definitions(model: Path) -> None:
 def test_an_error_is_that_of_a_mean_over_answers() -> None:
     sums, counts = torch.tensor([4.0, 6.0, 5.0]).double(), torch.full((3,), 10.0).double()
     assert _mean(sums, counts) == pytest.approx((0.5, 0.1 / math.sqrt(3)))
+
+
+def test_chats_take_what_an_interrupted_run_has_left_of_their_minutes(
+    model: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+
+    def write(*how: Any) -> None:
+        given.append(how[-1])
+        time.sleep(0.3)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "write_chats_apart", write)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            ss.compress(model / "base", tmp_path / "out", "2:4", minutes=4, device="cpu")
+    assert given[0] == 1
+    assert given[1] <= 1 - 0.3 / 60
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ such a layer was measured here. Its times here (gemm/speed.py) decide:
 * ``fallback="fastest"``: the packed form that is the fastest over all numbers of tokens runs, except where another one,
   or the dense weight, is faster by a margin (gemm/time_model.py); all forms that run are kept. A layer that was not
   measured runs dense, but for those of :func:`_gains_unmeasured`.
-* ``fallback="dense"``, the default: the same, but a dense copy of packed weights, which doubles the layer's memory, is
-  kept only where they take much longer than dense.
+* ``fallback="dense"``, the default: the same, but another form, packed or dense, which doubles the layer's memory, is
+  kept only where the fastest packed one takes much longer than dense.
 * A weight of six bits that is not slid has one form with either: six bits, or eight where these do not gain on average.
 * ``fallback="none"``: one packed form runs alone, the fastest over all numbers of tokens, else that of the first
   backend that can run, else the reference.

@@ -184,15 +184,15 @@ def find_times(
 ) -> LayerSpeed | None:
     """Return the times of a layer by backend alone (``cusparselt``, not ``cusparselt 6:8``), comparisons joined.
 
-    None without a packed time, or without dense's where dense is among the ``backends``. The other arguments are those
-    of a :class:`LayerSpeed`.
+    None without a comparison of all ``backends``: one of eight bits has times of cuSPARSELt, too, and none of six bits.
+    The other arguments are those of a :class:`LayerSpeed`.
     """
     found = None
     for layer in table.layers:
         if (layer.dtype, layer.out, layer.columns, layer.experts) != (dtype, out, columns, experts):
             continue
         us = {name: layer.us[key] for name in backends if (key := times_key(name, pattern)) in layer.us}
-        if us.keys() - {DENSE_FORM} and (DENSE_FORM in us or DENSE_FORM not in backends):
+        if us.keys() == set(backends):
             own = replace(layer, us=us)
             found = own if found is None else found.updated(own)
     return found

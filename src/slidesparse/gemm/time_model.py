@@ -5,8 +5,8 @@ A decision at a measured M holds up to half way to the next one, on a logarithmi
 One packed form, the fastest over all M's, runs wherever no other backend is faster by :data:`MARGIN`. Noise then
 changes no backend: a model's layers stay on one, and the same batch always takes the same path.
 
-A dense copy of a packed weight doubles the memory of a layer, and layers that change their backend leave their chains,
-which costs the host. So :func:`lean_routes_of` keeps one only where the packed form needs it. As served, 6:8 of
+A second form of a weight doubles the memory of a layer, and layers that change their backend leave their chains, which
+costs the host. So :func:`lean_routes_of` keeps one only where the main packed form needs it. As served, 6:8 of
 a 7B model in INT8 took 12.7 s for a mixed load without copies and 13.1 s with them
 (results/h200/serve/qwen2.5-7b-int8-6of8-one-form.jsonl and -two-forms.jsonl).
 """
@@ -27,7 +27,7 @@ MARGIN = 1.03
 differences of a few percent are noise."""
 
 NEEDS_A_COPY = 1.5
-"""Time of the packed form over dense at some M from which a dense copy is kept. Short measurements of one M differ by a
+"""Time of the packed form over dense at some M from which another one is kept. Short measurements of one M differ by a
 fifth from start to start, and so would a stricter rule."""
 
 NEEDS_A_COPY_ON_AVERAGE = 1.1
@@ -76,16 +76,19 @@ def routes_of(layer: LayerSpeed) -> tuple[Route, ...]:
 
 @lru_cache(maxsize=1024)
 def lean_routes_of(layer: LayerSpeed) -> tuple[Route, ...]:
-    """Return :func:`routes_of` a layer, without dense routes that packed forms do not need."""
+    """Return :func:`routes_of` a layer through the fewest forms: the main packed one, else all packed, else all."""
     routes, packed = routes_of(layer), {name: us for name, us in layer.us.items() if name != DENSE_FORM}
     if len(routes) == 1:
         return routes
-    lean = routes_of(replace(layer, us=packed))
-    if DENSE_FORM in {route.backend for route in lean}:  # the packed forms lack a time somewhere
-        return routes
-    best = (min((us for us in at if us), default=None) for at in zip(*packed.values(), strict=True))
-    shares = [us / dense for us, dense in zip(best, layer.us[DENSE_FORM], strict=True) if us and dense]
-    return routes if _much_longer(shares, NEEDS_A_COPY_ON_AVERAGE) else lean
+    for kept in ({name: packed[name] for name in packed if name == fastest(layer)}, packed):
+        lean = routes_of(replace(layer, us=kept))
+        if DENSE_FORM in {route.backend for route in lean}:  # they lack a time somewhere
+            continue
+        best = (min((us for us in at if us), default=None) for at in zip(*kept.values(), strict=True))
+        shares = [us / dense for us, dense in zip(best, layer.us[DENSE_FORM], strict=True) if us and dense]
+        if not _much_longer(shares, NEEDS_A_COPY_ON_AVERAGE):
+            return lean
+    return routes
 
 
 @lru_cache(maxsize=1024)

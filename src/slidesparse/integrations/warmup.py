@@ -1,7 +1,7 @@
 """Warm-up of layers at load, with batches of many sizes, so that little is compiled while users wait.
 
 The server itself runs the largest batch, and those that it captures in CUDA graphs. For batches between them a backend
-may have other tiles or plans, and the first such batch would make a user wait. All tiles of the Hopper kernel are
+may have other tiles or plans, and the first such batch would make a user wait. All tiles of our own kernels are
 loaded. The norm or activation joined with a layer is known when its graph is compiled, so the lifting kernels of joined
 layers run then.
 
@@ -27,7 +27,7 @@ from slidesparse.lifting.prologue import ADDING, NORMS, Prologue
 
 MEMORY_BYTES = 256 << 20
 """Most bytes of activations in one warm-up call. The lifting kernels have one variant for all batches from 513 tokens
-on, and Hopper's tiles are loaded without a run, so only cuSPARSELt's plans for larger batches come later."""
+on, and our tiles are loaded without a run, so only cuSPARSELt's plans for larger batches come later."""
 
 LIFTED = 2
 """Packed columns for an input column, at most: a 2:4 group of 4 for every 2 columns."""

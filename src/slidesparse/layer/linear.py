@@ -127,8 +127,8 @@ class SlideLinear(nn.Module):
             method: A pruning method to apply first; None if the weight satisfies the pattern.
             backend: ``auto`` or a backend's name.
             fallback: The rule of ``auto`` where sparsity does not pay: see :mod:`slidesparse.gemm.select`.
-            rounding: Rounding of ``int8``: ``6bit`` to six bits, which take 0.8 of the memory on a Hopper GPU, unless
-                the pattern is dense.
+            rounding: Rounding of ``int8``: ``6bit`` to six bits, which take 0.8 of the memory in our own kernels,
+                unless the pattern is dense.
             name: The weight's name in error messages.
 
         Raises:

@@ -47,6 +47,7 @@ from slidesparse.recovery.options import MOST, RecoverOptions
 from slidesparse.recovery.own_chats import ChatOptions, chat_line, write_chats_apart
 from slidesparse.recovery.recover_function import recover
 from slidesparse.recovery.result import RECORD
+from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import FLOATS, QuantName, Rounding, dtype_name
 
 OF_CHATS, OF_PRUNING, OF_JUDGING = 0.25, 0.5, 0.1
@@ -129,6 +130,9 @@ def compress(
     require_plain(compress, locals())
     if not 0 < minutes <= MOST:
         raise InputError("--minutes", got=minutes, needed=f"a number above 0, at most {MOST:g}")
+    if Pattern.parse(pattern) == DENSE:
+        remedy = "round it alone: slidesparse prune --pattern dense --rounding 6bit"
+        raise InputError("--pattern", got=pattern, needed="one with zeros to train", remedy=remedy)
     if prompts is not None and chats is not None:
         raise InputError("--prompts with --chats", needed="one of them", remedy="--chats are answered already")
     texts = hashlib.sha256(json.dumps([one and read_documents(one) for one in (prompts, chats)]).encode()).hexdigest()
@@ -140,7 +144,7 @@ def compress(
     with staged(to, dense.path, {"slidesparse": __version__, **known}, 0) as work:
         run.open(work.output, work.kept / "parts.json")
         work.describe = lambda: f"what the parts have made ({', '.join(run.parts)})"
-        run.do("chats", lambda _: run.write_chats(prompts, chats))
+        run.do("chats", lambda part: run.write_chats(prompts, chats, part["seconds"]))
         run.do("prune", run.prune)
         if run.parts["prune"]["train"]:
             run.do("recover", run.recover)
@@ -232,13 +236,14 @@ class _Run:
         how = {"samples": min(samples, len(layers.windows)), "length": layers.windows.shape[1], "match_steps": steps}
         return {"how": how, "train": train, "rounding": rounding, "seconds": pruning + rounding, "left_out": left_out}
 
-    def write_chats(self, prompts: str | None, chats: str | None) -> str:
-        """Write chats, or read given ones, and divide them by prompt."""
+    def write_chats(self, prompts: str | None, chats: str | None, spent: float) -> str:
+        """Write chats in the seconds that are left of their share, or read given ones, and divide them by prompt."""
         file = self.out / "chats.jsonl"
         if chats is None and not file.exists():
             longest = min(ChatOptions.max_tokens, positions(self.config) // 2)
             options = ChatOptions(CHATS[self.device.type], prompts, longest)
-            write_chats_apart(self.dense.path, file, options, str(self.device), self.minutes * OF_CHATS)
+            minutes = max(self.minutes * OF_CHATS - spent / 60, 0.01)  # a few are written anyway
+            write_chats_apart(self.dense.path, file, options, str(self.device), minutes)
         found = [one for one in read_documents(chats or file) if isinstance(one, Chat)]
         training, held_out = divide_by_prompt(found)
         replace_file(self.held_out, b"".join(map(chat_line, held_out)))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from slidesparse.gemm.ampere.compile import compile_variant
-from slidesparse.gemm.hopper.choose_tiles import Band
+from slidesparse.gemm.hopper.choose_tiles import TOKEN_STEP, Band
 from slidesparse.gemm.hopper.tiles import BLOCK_BYTES
 from slidesparse.gemm.hopper.weights import StepForm, step_bytes
 from slidesparse.lifting.layout import SLAB_BYTES
@@ -171,7 +171,8 @@ TILES = (  # those of few tokens split K among warps that need not wait for each
 
 def choose(tokens: int, channels: int, form: StepForm, itemsize: int, device: int) -> tuple[Band, ...]:
     """Return the launch of a product: see :data:`slidesparse.gemm.hopper.choose_tiles.Choose`."""
-    return (Band(cheapest(tokens, channels, form, itemsize, Card.of(device)), channels),)
+    rounded = -(-tokens // TOKEN_STEP) * TOKEN_STEP  # a choice takes half a millisecond, a server has any number
+    return (Band(cheapest(rounded, channels, form, itemsize, Card.of(device)), channels),)
 
 
 def fitting(form: StepForm, itemsize: int, card: Card) -> list[MmaTile]:

@@ -196,7 +196,7 @@ def _fastest(shape: Shape, weight: torch.Tensor) -> int:
     for number in tried:
         with suppress(UnsupportedError):  # the library has no such kernel
             time = _least_ms(MatmulPlan(shape, number), weight, x, y.fill_(1))
-            if time < least and (y - expected).abs().max() <= allowed:
+            if time < least and y.sub_(expected).abs_().max() <= allowed:  # outputs have hundreds of megabytes
                 best, least = number, time
     return best
 

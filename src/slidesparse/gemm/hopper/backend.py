@@ -148,15 +148,15 @@ class Hopper(Backend):
             with torch.cuda.device(device):
                 return self.matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype, tile)
         if steps.get_device() != device:
-            raise InputError("weight of the Hopper kernel", got=steps.device, needed=f"{x.device}, as the activations")
+            raise InputError(f"weight of {self.name}", got=steps.device, needed=f"{x.device}, as the activations")
         tokens = x.shape[0]
         form = self.form_of(steps)
         sizes = x.shape, x.dtype, form, steps.shape, out_features
         gemm = find_launch(*sizes, out_dtype, device, tile, self.choose)
         check_slabs(x, gemm.slab_bytes)
-        check_vector("token scales for the Hopper kernel", scale_x, tokens, x.device, (torch.float32,))
-        check_vector("channel scales for the Hopper kernel", scale_w, out_features, x.device, (torch.float32,))
-        check_vector("bias for the Hopper kernel", bias, out_features, x.device, tuple(BIAS_TYPES))
+        check_vector(f"token scales for {self.name}", scale_x, tokens, x.device, (torch.float32,))
+        check_vector(f"channel scales for {self.name}", scale_w, out_features, x.device, (torch.float32,))
+        check_vector(f"bias for {self.name}", bias, out_features, x.device, tuple(BIAS_TYPES))
         y = empty(tokens, out_features, out_dtype, device)
         weight = WeightAddresses(
             steps.data_ptr(),

@@ -167,7 +167,7 @@ def nvrtc_version() -> tuple[int, int]:
         raise UnsupportedError("NVRTC cannot be loaded", got=first_line(error), remedy=remedy) from error
     _check(int(status), "nvrtcVersion")
     if major < 12:
-        raise UnsupportedError("NVRTC is too old for Hopper", got=f"{major}.{minor}", needed="12.0 or newer")
+        raise UnsupportedError("NVRTC is too old", got=f"{major}.{minor}", needed="12.0 or newer")
     return major, minor
 
 
