@@ -31,7 +31,12 @@ def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         pytest.skip(why)
     monkeypatch.setattr(type(cusparselt), "yields_to", lambda self, problem: None)  # these layers change their backend
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    us = {"dense": (1.0, 1.0, 1.0, 1.0), "cusparselt 6:8": (2.0, 0.5, 0.5, 2.0)}
+    us: dict[str, tuple[float | None, ...]] = {
+        "dense": (1.0,) * 4,
+        "hopper 6:8": (None,) * 4,
+        "ampere 6:8": (None,) * 4,
+    }
+    us["cusparselt 6:8"] = 2.0, 0.5, 0.5, 2.0
     add_layers(installation(), [LayerSpeed(dtype, OUT, K, (8, 32, 512, 4096), us) for dtype in ("int8", "fp8", "bf16")])
 
 
