@@ -61,6 +61,6 @@ def describe(info: dict[str, Any]) -> str:
     lines += [] if info["gpus"] else [f"GPU         none: {info['why_no_gpu']}"]
     lines += [f"backend     {name}: {why or 'can run here'}" for name, why in info["backends"].items()]
     lines = [wrapped(line) for line in lines]
-    known = "who has measured them; ampere ran on an H200 alone, where INT8 had every bit of the reference"
+    known = "who has measured them; ampere ran on an H200 alone, in INT8 with the reference's bits (docs/cards.md)"
     lines += ["", wrapped(f"Sparse backends that have kernels for a card, and {known}:")]
     return "\n".join([*lines, table(cards.COLUMNS, cards.table())])
