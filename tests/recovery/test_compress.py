@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import add_tokenizer, contents, make_checkpoint
+import transformers
+from checkpoints import SMALL, add_tokenizer, contents, make_checkpoint
 
 import slidesparse as ss
 from slidesparse.checkpoints.checkpoint import Checkpoint
@@ -193,6 +194,19 @@ def test_it_writes_chats_where_none_are_given(model: Path, tmp_path: Path, quick
     )
     assert len(read_documents(tmp_path / "out/chats.jsonl")) == 32
     assert done.lines[0].startswith("chats: 32 written by the dense model")
+
+
+@pytest.mark.slow
+def test_layers_of_experts_are_not_matched(model: Path, tmp_path: Path, quick: None) -> None:
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(**{**SMALL, "num_local_experts": 4, "max_position_embeddings": 128})
+    transformers.MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    add_tokenizer(tmp_path / "base")
+    (tmp_path / "base/chat_template.jinja").write_text(TEMPLATE)
+    how = {"chats": str(model / "chats.jsonl"), "rounding": "6bit", "device": "cpu"}
+    done = ss.compress(tmp_path / "base", tmp_path / "out", "2:4", **how)
+    assert "no matching of layers, which have experts" in done.lines[1]
+    assert [one.split(":")[0] for one in done.lines[:5]] == ["chats", "prune", "recover", "round", "judge"]
 
 
 def test_the_speed_is_that_of_all_linears_together() -> None:

@@ -27,13 +27,14 @@ from slidesparse.base.version import __version__
 from slidesparse.base.whole_file import replace_file
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.checkpoints.identity import fingerprint
-from slidesparse.checkpoints.meta_model import model_class
+from slidesparse.checkpoints.meta_model import build_meta_model, model_class
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.hub import hub_model, source_folder
 from slidesparse.files.json_files import read_json, write_json
 from slidesparse.files.staging import staged
 from slidesparse.files.stored import STORED_NAMES
 from slidesparse.models.config_keys import MARKER_KEY
+from slidesparse.models.experts import find_experts
 from slidesparse.offline.calibrate.calibration import Calibration, load_tokenizer, positions, tokens_of
 from slidesparse.offline.calibrate.chats import Chat
 from slidesparse.offline.calibrate.texts import DEFAULT, read_documents
@@ -176,6 +177,8 @@ class _Run:
         self.own: Any = {name: dtype for dtype, name in STORED_NAMES.items()}.get(largest.dtype)
         if self.own not in FLOATS or MARKER_KEY in self.dense.config:
             raise CheckpointError(f"{self.dense.path} is quantised or pruned", needed="a dense model in a float type")
+        experts = find_experts(build_meta_model(self.dense).model)  # layers of experts cannot be matched
+        self.ladder = [(samples, 0 if experts else steps) for samples, steps in LADDER]
         if state.exists():
             self.parts = read_json(state)
             return
@@ -210,7 +213,8 @@ class _Run:
 
         ``tokens`` are those of the text.
         """
-        options = PruneOptions(self.pattern, self.dtype, calibration=text, rounding=self.rounding, match_steps=1)
+        how: Any = {"calibration": text, "rounding": self.rounding, "match_steps": min(1, self.ladder[0][1])}
+        options = PruneOptions(self.pattern, self.dtype, **how)
         plan = prepare(self.dense.path, self.out / "served", options, self.device, "refuse").plan
         layers: Any = plan.layers
         fast = (torch.bfloat16, 4096) if self.device.type == "cuda" else ()
@@ -223,16 +227,19 @@ class _Run:
             return estimate_seconds(replace(plan, layers=less), self.device) or 0.0
 
         enough = tokens >= (least := 16 * self.window)
-        for train, (samples, steps) in product((True, False) if enough else (False,), LADDER):
+        for train, (samples, steps) in product((True, False) if enough else (False,), self.ladder):
             pruning, rounding = seconds(samples, steps), seconds(samples, 0) * train
             trained = rate * (self.left() - pruning - rounding)
             if pruning + rounding <= 60 * self.minutes * OF_PRUNING and (not train or trained >= LEAST_TOKENS):
                 break
         few = f"{max(trained, 0):.0f} tokens in the time left, where it needs {LEAST_TOKENS}"
         few = few if enough else f"{tokens} tokens of chats, where it needs {least}"
-        matched = describe_seconds(seconds(samples, LADDER[0][1]))
+        best = self.ladder[0][1]
+        matched = (
+            f"with which pruning takes {describe_seconds(seconds(samples, best))}" if best else "which have experts"
+        )
         left_out = [] if train else [f"no training: {few}"]
-        left_out += [] if steps else [f"no matching of layers, with which pruning takes {matched}"]
+        left_out += [] if steps else [f"no matching of layers, {matched}"]
         how = {"samples": min(samples, len(layers.windows)), "length": layers.windows.shape[1], "match_steps": steps}
         return {"how": how, "train": train, "rounding": rounding, "seconds": pruning + rounding, "left_out": left_out}
 
