@@ -85,7 +85,7 @@ def find(tile: MmaTile, form: Form, arch: str) -> Found | None:
     card, itemsize = CARDS[arch], form.dtype.itemsize
     if form.dtype == torch.float8_e4m3fn and arch in ("sm_80", "sm_86"):
         return None
-    room = (card.shared - BLOCK_BYTES) // tile.blocks
+    room = card.shared - BLOCK_BYTES
     fitted = replace(tile, dense=form.dense).fitted(room, itemsize, form.value_bits)
     if fitted is None:
         return None

@@ -20,7 +20,7 @@ def test_every_card_has_tiles_for_every_form(form: StepForm, card: Card) -> None
     assert any(tile.tokens == 16 for tile in tiles)
     assert any(tile.tokens >= 64 for tile in tiles)
     for tile in tiles:
-        assert tile.shared_bytes(1, 0, form.value_bits) <= card.shared_bytes // tile.blocks
+        assert tile.shared_bytes(1, 0, form.value_bits) <= card.shared_bytes
         assert tile.stages >= 3
         assert tile.dense == form.dense
 
@@ -28,7 +28,7 @@ def test_every_card_has_tiles_for_every_form(form: StepForm, card: Card) -> None
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_sums_leave_registers_for_operands(tile: MmaTile) -> None:
     assert 4 * tile.row_blocks * tile.token_blocks <= 192
-    assert tile.threads * tile.blocks <= 256
+    assert tile.threads <= 256
     assert 256 % tile.channels == 0
     assert tile.tokens % TOKEN_STEP == 0  # so that choices between multiples are those of the next one
     assert tile.split & (tile.split - 1) == 0
@@ -45,4 +45,4 @@ def test_prompts_take_large_tiles_and_decoding_small_ones(form: StepForm) -> Non
 
 def test_a_tile_is_named_by_its_sizes() -> None:
     assert str(MmaTile(2, 2, split=8)) == "16x32/8"
-    assert str(MmaTile(4, 12, 2, 2, blocks=2)) == "192x128b2"
+    assert str(MmaTile(4, 12, 2, 2)) == "192x128"

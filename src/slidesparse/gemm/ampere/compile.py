@@ -29,7 +29,6 @@ def options(tile: MmaTile, dtype: torch.dtype, out_dtype: torch.dtype, value_bit
         "TOKEN_WARPS": tile.token_warps,
         "SPLIT": tile.split,
         "STAGES": tile.stages,
-        "BLOCKS": tile.blocks,
         "AHEAD": int(tile.ahead),
         "VALUE_BITS": value_bits,
         "DENSE": int(tile.dense),

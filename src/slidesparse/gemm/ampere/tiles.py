@@ -37,7 +37,6 @@ class MmaTile:
         row_warps: Warps of a team along the channels.
         token_warps: Warps of a team along the tokens.
         split: Teams, each with a part of the steps: a power of two.
-        blocks: Thread blocks of a multiprocessor.
         ahead: Whether a warp holds the weights of its next instructions, too.
         stages: Stages of a team's ring; 0: as many as fit.
         dense: Whether weights are dense.
@@ -48,18 +47,17 @@ class MmaTile:
     row_warps: int = 1
     token_warps: int = 1
     split: int = 1
-    blocks: int = 1
     ahead: bool = True
     stages: int = 0
     dense: bool = False
 
-    early, cluster = False, 1
-    """These cards have neither launches that begin before the kernel before them has ended, nor clusters."""
+    early, cluster, blocks = False, 1, 1
+    """These cards have neither launches that begin before the kernel before them has ended, nor clusters; and a
+    multiprocessor has one block."""
 
     def __str__(self) -> str:
-        """Return tokens x channels, teams and blocks of a multiprocessor: ``16x64/8b2``."""
-        split = f"/{self.split}" if self.split > 1 else ""
-        return f"{self.tokens}x{self.channels}{split}" + (f"b{self.blocks}" if self.blocks > 1 else "")
+        """Return tokens x channels, and teams: ``16x64/8``."""
+        return f"{self.tokens}x{self.channels}" + (f"/{self.split}" if self.split > 1 else "")
 
     @property
     def channels(self) -> int:
@@ -97,7 +95,7 @@ class MmaTile:
         return 128 + ring + sums + factors
 
     def fitted(self, room: int, itemsize: int, value_bits: int) -> MmaTile | None:
-        """Return the tile with as many stages as fit into ``room`` bytes for each block; None without enough."""
+        """Return the tile with as many stages as fit into ``room`` bytes; None without enough."""
         for stages in range(MOST_STAGES, FEWEST_STAGES - 1, -1):
             tile = replace(self, stages=stages)
             if tile.shared_bytes(itemsize, 0, value_bits) <= room:
@@ -111,10 +109,9 @@ class MmaTile:
         loaded = self.tokens * SLAB_BYTES + weights
         read = self.token_warps * weights + self.row_warps * self.tokens * SLAB_BYTES
         step = max(instructions * card.instruction_cycles, (loaded + read) / 128, loaded / card.l2_bytes)
-        step += STEP_CYCLES / (self.split * self.blocks)
-        waves = self.count(tokens, channels) / (card.multiprocessors * self.blocks)
-        waves = max(1.0, waves) if self.blocks > 1 else float(-int(-waves // 1))
-        return waves * self.blocks * (form.slabs * step + TILE_CYCLES / self.blocks)
+        step += STEP_CYCLES / self.split
+        waves = -(-self.count(tokens, channels) // card.multiprocessors)
+        return waves * (form.slabs * step + TILE_CYCLES)
 
     def compile(
         self, dtype: torch.dtype, out_dtype: torch.dtype, device: int, grouped: bool, count_bits: int, value_bits: int
@@ -177,10 +174,8 @@ def choose(tokens: int, channels: int, form: StepForm, itemsize: int, device: in
 
 def fitting(form: StepForm, itemsize: int, card: Card) -> list[MmaTile]:
     """Return the tiles for a form of weight that a card has room for."""
-    found = (
-        replace(tile, dense=form.dense).fitted(card.shared_bytes // tile.blocks, itemsize, form.value_bits)
-        for tile in TILES
-    )
+    of_form = (replace(tile, dense=form.dense) for tile in TILES)
+    found = (tile.fitted(card.shared_bytes, itemsize, form.value_bits) for tile in of_form)
     return [tile for tile in found if tile is not None]
 
 

@@ -18,7 +18,7 @@
 // are on their way while results are stored.
 //
 // The compiler's options (gemm/ampere/tiles.py) define TYPE_S8 / E4M3 / BF16 / F16, OUT_BF16 / F16 / F32, ROW_BLOCKS, TOKEN_BLOCKS,
-// ROW_WARPS, TOKEN_WARPS, SPLIT, STAGES, BLOCKS (of a multiprocessor), AHEAD, VALUE_BITS and DENSE.
+// ROW_WARPS, TOKEN_WARPS, SPLIT, STAGES, AHEAD, VALUE_BITS and DENSE.
 
 #include "loader.cuh"
 #include "operands.cuh"
@@ -115,7 +115,7 @@ __device__ __forceinline__ void add_teams(Sums& d, acc_t* shared, int team, int 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sparse_gemm(const __grid_constant__ Arguments p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_gemm(const __grid_constant__ Arguments p) {
     extern __shared__ u8 raw[];
     u8* const shared = raw + (128 - shared_address(raw) % 128) % 128;
     const int number = SPLIT == 1 ? 0 : threadIdx.x / TEAM, thread = threadIdx.x % TEAM;
