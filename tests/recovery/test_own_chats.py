@@ -431,11 +431,13 @@ def test_prompts_are_of_many_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     found = make_prompts(600, seed=1)
     assert len(found) == 600
     assert found == make_prompts(600, seed=1) != make_prompts(600, seed=2)
-    code = found[5::6]
-    assert all((told in one) == (one in code) for one in found)
+    code = [one for one in found if told in one]
+    assert len(code) == 4 * 600 // 20
     names = {name for one in code for name in re.findall(r"fold_\d+(?=\()|tested|_private|bare|method", one)}
     assert names == {f"fold_{i}" for i in range(12)}
-    for kind in ("questions", "instructions", "sums", "tasks"):
+    assert sum(one.endswith(tuple(FORMS["steps"])) for one in found) == 5 * 600 // 20
+    assert sum(one.endswith(tuple(FORMS["tests"])) for one in found) == 8 * 600 // 20
+    for kind in ("questions", "instructions", "arithmetic", "tasks"):
         starts = [form.partition("{")[0] for form in FORMS[kind]]
         assert all(any(one.startswith(start) for one in found) for start in starts)
     assert not [one for one in found if "{" in one]

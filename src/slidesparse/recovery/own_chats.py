@@ -203,7 +203,7 @@ def _key(model: Path, tokenizer: Any, options: ChatOptions) -> str:
 def _prompts(options: ChatOptions) -> list[Chat]:
     """Return a prompt for each chat, as all its messages; a file with too few is repeated."""
     if options.prompts is None:
-        LOG.warning("prompts: of everyday topics, and one in six of Python; your users' are better: --prompts FILE")
+        LOG.warning("prompts: sums, Python and everyday topics; your users' are better: --prompts FILE")
         documents: list[Document] = [*make_prompts(options.count, options.seed)]
     else:
         documents = read_documents(options.prompts)

@@ -1,7 +1,9 @@
 """Prompts for a general chat model, for users without prompts of the model's own use.
 
-The templates of ``prompts.json`` are filled at random, and one prompt in six is about the documentation of an installed
-Python package, so that nothing is fetched.
+The templates of ``prompts.json`` are filled at random. They ask for worked answers, since a pruned model loses those
+first: of 20 prompts 5 are arithmetic in steps, 8 ask for Python with tests, 3 of them by the documentation of an
+installed package, and 7 are of everyday topics, letters and code to explain. Nothing is fetched. docs/log/whose-text.md
+compares them with others.
 """
 
 from __future__ import annotations
@@ -13,8 +15,14 @@ import sysconfig
 from collections.abc import Iterator
 from itertools import chain, islice, zip_longest
 from pathlib import Path
+from typing import Any
 
-FORMS: dict[str, list[str]] = json.loads(Path(__file__).with_name("prompts.json").read_text(encoding="utf-8"))
+FORMS: dict[str, list[Any]] = json.loads(Path(__file__).with_name("prompts.json").read_text(encoding="utf-8"))
+
+SHARES = {"arithmetic": 5, "programs": 5, "functions": 3, "questions": 2, "instructions": 2, "letters": 2, "code": 1}
+"""Prompts of each kind among 20 in a row."""
+
+KINDS = [kind for kind, share in SHARES.items() for _ in range(share)]
 
 MOST_FUNCTIONS = 1000  # each is asked about in several ways, and reading more takes long
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
@@ -23,21 +31,34 @@ SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to
 def make_prompts(count: int, seed: int = 0) -> list[str]:
     """Return prompts, the same for the same seed and installed packages."""
     rng = random.Random(seed)
-    functions = _functions(min(-(-count // 6), MOST_FUNCTIONS), rng)
-    return [_prompt(*divmod(i, 6), rng, functions) for i in range(count)]
+    functions = _functions(min(-(-count // 5), MOST_FUNCTIONS), rng)
+    return [_prompt(KINDS[7 * i % len(KINDS)], rng, functions) for i in range(count)]  # 7, so that kinds mix
 
 
-def _prompt(turn: int, kind: int, rng: random.Random, functions: list[dict[str, str]]) -> str:
-    a, b, c, k = rng.randint(11, 40), rng.randint(11, 40), rng.randint(2, 20), rng.randint(2, 9)
-    x, y = rng.sample(FORMS["topics"], 2)
-    drawn = {"a": a, "b": b, "c": c, "k": k, "total": c * k + a + b, "x": x, "y": y}
-    drawn |= {name: rng.choice(FORMS[name]) for name in ("name", "city", "things", "day")}
-    if kind == 5 and functions:
-        return rng.choice(FORMS["code"]).format(**functions[turn % len(functions)])
-    if kind == 4:
-        return f"{rng.choice(FORMS['tasks'])}\n\n{rng.choice(FORMS['letters']).format(**drawn)}"
-    form = rng.choice(FORMS[("questions", "instructions", "sums")[kind % 3]])
-    return form.format(**drawn) + rng.choice(FORMS["ends"])
+def _prompt(kind: str, rng: random.Random, functions: list[dict[str, str]]) -> str:
+    drawn = _drawn(rng)
+    if kind in ("functions", "code") and functions:
+        drawn |= rng.choice(functions)
+    elif kind in ("programs", "functions", "code"):
+        kind, wanted = "programs", rng.choice(FORMS["inputs"])
+        phrases = {name: rng.choice(FORMS[name]).format(**drawn) for name in ("numbers", "words", "how")}
+        drawn |= wanted | {"what": rng.choice(wanted["what"]).format(**drawn, **phrases)}
+    asked: str = rng.choice(FORMS[kind]).format(**drawn)
+    if kind == "letters":
+        return f"{rng.choice(FORMS['tasks'])}\n\n{asked}"
+    ends = {"arithmetic": "steps", "programs": "tests", "functions": "tests", "code": ""}.get(kind, "ends")
+    return f"{asked} {rng.choice(FORMS[ends])}".strip() if ends else asked
+
+
+def _drawn(rng: random.Random) -> dict[str, Any]:
+    """Return what fills the fields of templates."""
+    a, b, c, k = rng.randint(2, 99), rng.randint(2, 99), rng.randint(2, 20), rng.randint(2, 9)
+    drawn: dict[str, Any] = {"a": a, "b": b, "c": c, "k": k, "ac": a * c, "bc": b * c}
+    drawn |= {"line": c * k + a, "total": c * k + a + b}
+    drawn |= {name: rng.choice(FORMS[name]) for name in ("name", "city", "things", "day", "word")}
+    drawn |= zip("xy", rng.sample(FORMS["topics"], 2), strict=True)
+    some = ", ".join(str(rng.randint(1, 200)) for _ in range(rng.randint(4, 8)))
+    return drawn | {"some": some, "letter": rng.choice("abcdeilnorst")}
 
 
 def _functions(count: int, rng: random.Random) -> list[dict[str, str]]:
