@@ -72,10 +72,10 @@ def test_a_killed_run_goes_on_and_ends_in_a_table(
     model: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, train = tmp_path / "out", module.recover
-    for name in ("recover", "judge"):
+    for name, minutes in (("recover", "60"), ("judge", "90")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt()))
-            assert main(words(model, out)) == 130
+            assert main([*words(model, out), "--minutes", minutes]) == 130
         assert "the same command goes on from there" in capsys.readouterr().err
     assert main([*words(model, out), "--pattern", "2:4"]) == 1
     assert "another pattern" in capsys.readouterr().err
@@ -128,7 +128,7 @@ def test_no_prompt_is_trained_on_and_judged(model: Path) -> None:
     chats: list[Any] = read_documents(model / "chats.jsonl")
     training, held_out = divide_by_prompt(chats)
     asked, judged = ([one[0]["content"] for one in some] for some in (training, held_out))
-    assert len(judged) == len(set(judged)) == 99 // 8
+    assert len(judged) == len(set(judged)) == 99 // 4
     assert not {*asked} & {*judged}
     assert {*asked, *judged} == {one[0]["content"] for one in chats}
     with pytest.raises(InputError, match="16 or more"):
@@ -184,6 +184,26 @@ def test_chats_take_what_an_interrupted_run_has_left_of_their_minutes(
             ss.compress(model / "base", tmp_path / "out", "2:4", minutes=4, device="cpu")
     assert given[0] == 1
     assert given[1] <= 1 - 0.3 / 60
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), InputError("a part", got="an error")])
+def test_other_minutes_keep_what_was_made(
+    model: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    out, how = tmp_path / "out", {"chats": str(model / "chats.jsonl"), "device": "cpu"}
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "judge", fail)
+        with pytest.raises(type(error)):
+            ss.compress(model / "base", out, "4:6", minutes=12, **how)
+    kept = contents(tmp_path / "out.partial/output")
+    for name in ("prune", "recover", "divide_by_prompt"):
+        monkeypatch.setattr(module, name, None)
+    ss.compress(model / "base", out, "4:6", minutes=15, **how)
+    assert {name: one for name, one in contents(out).items() if name != "report.md"} == kept
 
 
 @pytest.mark.slow

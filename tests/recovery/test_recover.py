@@ -341,8 +341,20 @@ def test_it_trains_what_is_served(dtype: Any, rounding: Any, tmp_path: Path) -> 
     ids = read_windows(tmp_path / "base", transformers.LlamaConfig(**SMALL), wanted).evaluation.long()
     logits = slidesparse.load(tmp_path / "served")(ids).logits[:, :-1].float()
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-    # The trained weights are BF16 in the file, and float32 in the loop.
+    # Activations are BF16 where it is served, and float32 in the loop.
     assert float(loss) == pytest.approx(found.after["loss"], rel=5e-3)
+
+
+def test_the_weights_that_are_written_are_evaluated(pair: Path, tmp_path: Path) -> None:
+    """In BF16, not in the float32 of training."""
+    found = recover(pair / "pruned", pair / "base", tmp_path / "out", wanted := options(pair, steps=8))
+    ids = read_windows(pair / "base", transformers.LlamaConfig(**SMALL), wanted).evaluation.long()
+    written: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        logits = written(ids).logits[:, :-1]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    assert found.kept == "after"
+    assert found.after["loss"] == pytest.approx(float(loss), rel=1e-6)
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,19 @@ def test_a_step_depends_on_the_seed_and_its_number_alone() -> None:
     assert order(make(0), 6, 8) == order(make(0), 6, 8)
     assert torch.equal(make(0).step(5, 8), torch.tensor(order(make(0), 6, 8)[40:])[:, None].expand(8, 4))
     assert order(make(0), 6, 8) != order(make(1), 6, 8)
+
+
+def test_a_document_of_several_texts_is_not_trained_and_evaluated_on(tmp_path: Path) -> None:
+    add_tokenizer(tmp_path / "m")
+    rng = random.Random(0)
+    some = ["".join(rng.choices("abcdefghij", k=14)) for _ in range(40)]  # 16 tokens with the empty line
+    for name, inside in (("one", some[:30] + some[:10]), ("two", some[20:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in inside))
+    texts = tuple(f"{tmp_path / name}.jsonl" for name in ("one", "two"))
+    found = read_windows(tmp_path / "m", CONFIG, RecoverOptions(texts, tokens=99, batch=64, window=8, eval_windows=8))
+    trained, evaluated = ([*map(tuple, some.tolist())] for some in (torch.cat(found.train), found.evaluation))
+    assert (len(trained) + len(evaluated), len(found.train[1])) == (78, 17)
+    assert not {*trained} & {*evaluated}
 
 
 class Counting(Windows):

@@ -26,6 +26,14 @@ RECORD = "recover.json"
 TYPES = {name: dtype for dtype, name in STORED_NAMES.items()}
 
 
+@torch.no_grad()
+def round_as_stored(parameters: Mapping[str, torch.nn.Parameter], meta: MetaModel, checkpoint: Checkpoint) -> None:
+    """Round parameters in place to the types in which :func:`gathered` writes them, so that these are evaluated."""
+    for name, parameter in parameters.items():
+        stored = checkpoint.stored(next(iter(sources(meta.names.origins[name]))))
+        parameter.copy_(parameter.to(TYPES[stored.dtype]))
+
+
 def gathered(
     parameters: Mapping[str, torch.nn.Parameter], meta: MetaModel, checkpoint: Checkpoint, keep: bool
 ) -> dict[str, torch.Tensor]:

@@ -36,7 +36,7 @@ from slidesparse.recovery.options import RecoverOptions, default_lr
 from slidesparse.recovery.ordered_sums import choose_kernels, ordered_sums
 from slidesparse.recovery.outcome import Recovery
 from slidesparse.recovery.pair import Pair
-from slidesparse.recovery.result import RECORD, gathered, write_result
+from slidesparse.recovery.result import RECORD, gathered, round_as_stored, write_result
 from slidesparse.recovery.state import Progress, State, describe_saved
 from slidesparse.recovery.trained import has_held_zeros
 from slidesparse.recovery.training import MOST_LEFT_OUT, Training
@@ -95,7 +95,7 @@ def recover(
             with _explained():
                 windows = windows or Windows.load(work.kept / WINDOWS, options)
                 training = training_on(windows, lr)
-                figures = _train(training, work)
+                figures = _train(training, work, pair)
                 trained = figures["kept"] == "after"
                 tensors = gathered(training.parameters, pair.student, pair.pruned, ranks.is_first) if trained else {}
             if ranks.is_first:
@@ -161,7 +161,7 @@ def _set_up(
     return training_on
 
 
-def _train(training: Training, work: Workplace) -> dict[str, Any]:
+def _train(training: Training, work: Workplace, pair: Pair) -> dict[str, Any]:
     """Train from the last saved state, and return the figures of a :class:`Recovery`."""
     options, ranks = training.options, training.ranks
     state = State(work.kept, training.parameters, training.optimizer)
@@ -171,6 +171,7 @@ def _train(training: Training, work: Workplace) -> dict[str, Any]:
         progress.before = _finite(training.evaluate(), "the pruned model predicts NaN or Inf", "prune it anew")
     training.run(state, progress)
     state.save(progress, ranks)  # so that a kill from here on loses nothing
+    round_as_stored(training.parameters, pair.student, pair.pruned)
     before, after = progress.before, _finite(training.evaluate(), "training ended in NaN or Inf", "use a lower --lr")
     return {
         "kept": "after" if after["kl"] < before["kl"] else "before",

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from slidesparse.base.log import LOG
 from slidesparse.errors import InputError
 from slidesparse.files.data_digest import data_digest
 from slidesparse.files.mixed_texts import shares, weighted
@@ -23,7 +24,7 @@ from slidesparse.offline.calibrate.calibration import (
     tokens_before,
     tokens_of,
 )
-from slidesparse.offline.calibrate.texts import read_documents
+from slidesparse.offline.calibrate.texts import Document, read_documents
 from slidesparse.recovery.options import RecoverOptions
 
 GOLDEN = (math.sqrt(5) - 1) / 2
@@ -105,7 +106,7 @@ def read_windows(folder: Path, config: Any, options: RecoverOptions) -> Windows:
         CheckpointError: The checkpoint has no tokenizer, or one with another vocabulary than the model's.
     """
     texts = [weighted(text) for text in options.texts]
-    documents = [read_documents(text.file) for text in texts]
+    documents = _once([read_documents(text.file) for text in texts])
     tokenizer = load_tokenizer(folder)
     before = tokens_before(tokenizer) if options.bos else torch.tensor([], dtype=torch.int64)
     train, evaluation = [], []
@@ -123,3 +124,17 @@ def read_windows(folder: Path, config: Any, options: RecoverOptions) -> Windows:
         evaluation.append(windows[order[:kept_out]])
         train.append(windows[order[kept_out:]])
     return Windows(train, torch.cat(evaluation), [text.weight for text in texts], options.seed)
+
+
+def _once(texts: Sequence[Sequence[Document]]) -> list[list[Document]]:
+    """Return the documents of texts, each where it comes first: a repeated one would be trained and evaluated on."""
+    seen: set[str] = set()
+    kept: list[list[Document]] = [[] for _ in texts]
+    for text, document in ((text, one) for text, inside in enumerate(texts) for one in inside):
+        key = hashlib.sha256(json.dumps([document, getattr(document, "tools", None)]).encode()).hexdigest()
+        if key not in seen:
+            seen.add(key)
+            kept[text].append(document)
+    if repeated := sum(map(len, texts)) - len(seen):
+        LOG.warning("%d documents of the texts are repetitions, and left out", repeated)
+    return kept

@@ -72,17 +72,24 @@ class VllmWriter:
 class TransformersWriter:
     """A model of transformers. Each call has one seed."""
 
-    name, at_once = "transformers", 32
+    name, at_once = "transformers", 2048
 
     def __init__(self, model: Path, length: int, device: str, ends: Sequence[int]) -> None:
-        dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+        fast = device.startswith("cuda") or getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16", False)
+        dtype = torch.bfloat16 if fast else torch.float32
         require_causal(*model_class(Checkpoint(model)))
         self.model: Any = load_by_transformers(Checkpoint(model), torch.device(device), dtype)
         self.ends = list(ends)
-        self.at_once = self.at_once if device.startswith("cuda") else min(self.at_once, 8)  # else nothing for minutes
+        self.at_once = min(self.at_once, self._fitting(length) if device.startswith("cuda") else 32 if fast else 8)
         usual = {"do_sample": True, "top_k": 0, "top_p": 1.0, "pad_token_id": 0, **SAMPLING}
         settings = need("transformers").GenerationConfig
         self.model.generation_config = settings(eos_token_id=self.ends or None, **usual)  # and nothing of a file
+
+    def _fitting(self, length: int) -> int:
+        """Return the number of answers whose keys, values, activations and logits take 3/4 of the free GPU memory."""
+        config = self.model.config.get_text_config(decoder=True)
+        each = length * config.hidden_size * (4 * config.num_hidden_layers + 24) + 32 * (vocabulary_of(config) or 0)
+        return max(1, 3 * torch.cuda.mem_get_info(self.model.device)[0] // 4 // each)
 
     def answer(self, prompts: Sequence[list[int]], max_tokens: int, seed: int) -> list[list[int]]:
         """See :class:`Writer`."""
