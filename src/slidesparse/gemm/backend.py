@@ -69,7 +69,7 @@ class Problem:
 
     @property
     def has_forms(self) -> bool:
-        """Whether its form is a choice: it is slid, has six bits, or would run on a GPU without kernels for its rows."""
+        """Whether its form is a choice: it is slid, has six bits, or is dense where servers have no kernel for that."""
         return self.slid or self.bits == 6 or servers_lack(self.dtype, self.device)
 
 
