@@ -3,11 +3,11 @@
     python benchmarks/predict_cards.py results/predicted-cards.jsonl
     python benchmarks/predict_cards.py --check results/h200/mma-sync.jsonl
 
-A model of the kernel's loop, not a measurement. A step of a tile takes as long as the slowest of three: its
-instructions, its bytes through shared memory (written once, and read by each warp that needs them), its bytes from L2.
-A launch takes the steps of the busiest multiprocessor and its bytes from memory, which overlap in part
-by an exponent. What no rate says is in :class:`Kernel`, fitted to an H200's gate and up, dense and 2:4.
-It misses other products there: see docs/log/ampere-kernel.md.
+A model of the kernel's loop, not a measurement. A step of a tile takes as long as the slowest of four: its
+instructions, its bytes through shared memory (written once, and read by each warp that needs them), its bytes from L2,
+and the time until a copy arrives, over the steps that are on their way. A launch takes the steps of the busiest
+multiprocessor and its bytes from memory, which overlap in part. Tiles are those that the kernel would choose. What no
+rate says is in :class:`Kernel`, fitted to an H200's dense and 2:4 products (docs/log/ampere-kernel.md).
 
 Instruction rates are NVIDIA's (whitepapers of GA100, AD102 and GB202, datasheets of A100 and L40S); an H200's are ours.
 What reads reach from memory and L2 was measured by others: te42kyfo/gpu-benches (A100 80GB, L40), and for an RTX 4090
@@ -22,18 +22,22 @@ import json
 import math
 import statistics
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slidesparse.gemm.ampere.tiles import TILES, MmaTile
+from slidesparse.gemm.ampere.tiles import Card as ChoiceCard
+from slidesparse.gemm.ampere.tiles import choose_bands, fitting
+from slidesparse.gemm.hopper.choose_tiles import Band
+from slidesparse.gemm.hopper.weights import StepForm
 from slidesparse.lifting.layout import SLAB_BYTES
 from slidesparse.weights.pattern import DENSE, Pattern
-from slidesparse_bench.known_models import MODELS
+from slidesparse_bench.known_models import LAYERS, MODELS
 
 TOKENS = (16, 64, 256, 1024, 4096, 16384)
 PATTERNS = ("6:8", "4:6", "2:4")
 MODEL = "Qwen2.5-7B"
+SIZES = dict(zip(LAYERS, MODELS[MODEL], strict=True))
 SHARED_BYTES = 128
 """Bytes that a multiprocessor reads or writes of its shared memory in a clock."""
 
@@ -64,6 +68,11 @@ class Card:
         """Return a multiprocessor's share in a clock of a rate of 10^9 a second."""
         return giga * 1e3 / (self.mhz * self.multiprocessors)
 
+    @property
+    def for_choice(self) -> ChoiceCard:
+        """What decides on tiles."""
+        return ChoiceCard(self.multiprocessors, self.shared * 1024, 2 if self.shared > 99 else 4)
+
 
 H200 = Card("H200", 132, 1980, {"int8": (1289, 1899)}, 4100, 9800, 227)
 CARDS = (
@@ -79,20 +88,24 @@ class Kernel:
     """What the rates do not say.
 
     Attributes:
-        share: Share of the slowest part's rate that a step reaches.
-        memory: The same of memory.
+        share: Share of the rate of instructions, and of shared memory, that a step reaches.
+        memory: Rate of reads over that of a copy.
         start_us: A launch, with the fill of the first ring and the last stores.
-        tile_clocks: Clocks of a tile of 128 x 256 outside its steps; of others by their area.
-        share_of_six: As ``share``, for values of six bits, which are unpacked.
+        tile_clocks: Clocks of a tile of 128 x 256 outside its steps; of a small one half of it.
+        latency_us: From a copy's start until its bytes are there, of a busy card.
+        wait_clocks: Clocks of a step in which a team waits for its threads.
+        unpack_clocks: Clocks of a multiprocessor to unpack a byte of six-bit weights.
         overlap: Exponent by which steps and memory overlap: 1 one after the other, infinite at once.
     """
 
-    share: float = 0.67
-    memory: float = 1.05
-    start_us: float = 1.9
-    tile_clocks: float = 2000
-    share_of_six: float = 0.57
-    overlap: float = 4.3
+    share: float = 0.767
+    memory: float = 1.014
+    start_us: float = 1.35
+    tile_clocks: float = 4800
+    latency_us: float = 1.41
+    wait_clocks: float = 110
+    unpack_clocks: float = 0.02
+    overlap: float = 4
 
 
 class Weight(NamedTuple):
@@ -115,30 +128,31 @@ class Weight(NamedTuple):
         return math.ceil(self.columns * (1 if self.dense else Pattern.parse(self.pattern).expansion) / SLAB_BYTES)
 
 
-def step_clocks(card: Card, weight: Weight, tile: MmaTile) -> float:
-    """Return the least clocks of a step of a tile on one multiprocessor."""
-    x = tile.tokens * SLAB_BYTES
+def time_of(card: Card, weight: Weight, tokens: int, band: Band, kernel: Kernel) -> float:
+    """Return the microseconds of a launch: steps, and bytes of weight, activations and results."""
+    tile, x = band.tile, band.tile.tokens * SLAB_BYTES
     w = tile.stage_bytes(1, weight.bits) - x
+    tiles = tile.count(tokens, band.channels)
     instructions = 2 * tile.channels * x / card.per_clock(card.tera[weight.dtype][not weight.dense] * 1e3)
+    unpacked = kernel.unpack_clocks * w if weight.bits == 6 else 0
     shared = (w + x + tile.token_warps * w + tile.row_warps * x) / SHARED_BYTES
-    return max(instructions, shared, (w + x) / card.per_clock(card.l2))
+    l2 = (w + x) / card.per_clock(card.l2) * min(1, tiles / card.multiprocessors)  # idle ones leave theirs to others
+    arrival = kernel.latency_us * card.mhz / ((tile.stages - 1) * tile.split)
+    step = max(instructions / kernel.share + unpacked, shared / kernel.share, l2, arrival)
+    step += kernel.wait_clocks / tile.split
+    outside = kernel.tile_clocks * (1 + tile.channels * tile.tokens / (128 * 256)) / 2
+    compute = math.ceil(tiles / card.multiprocessors) * (weight.steps * step + outside) / card.mhz
+    moved = weight.steps * (band.channels * w / tile.channels + tokens * SLAB_BYTES) + 2 * tokens * band.channels
+    memory = moved / (card.memory * 1e3 * kernel.memory)
+    both = compute**kernel.overlap + memory**kernel.overlap
+    return kernel.start_us + both ** (1 / kernel.overlap)
 
 
 def predict(card: Card, weight: Weight, tokens: int, kernel: Kernel) -> float:
-    """Return the microseconds of a product by the best tile: steps, and bytes of weight, activations and results."""
-
-    def time_of(tile: MmaTile) -> float:
-        share = kernel.share if weight.bits == 8 else kernel.share_of_six
-        outside = kernel.tile_clocks * tile.channels * tile.tokens / (128 * 256)
-        clocks = weight.steps * step_clocks(card, weight, tile) / share + outside
-        compute = math.ceil(tile.count(tokens, weight.out) / card.multiprocessors) * clocks / card.mhz
-        row = (tile.stage_bytes(1, weight.bits) - tile.tokens * SLAB_BYTES) / tile.channels
-        moved = weight.steps * (weight.out * row + tokens * SLAB_BYTES) + 2 * tokens * weight.out
-        memory = moved / (card.memory * 1e3 * kernel.memory)
-        return kernel.start_us + (compute**kernel.overlap + memory**kernel.overlap) ** (1 / kernel.overlap)
-
-    found = (replace(tile, dense=weight.dense).fitted(card.shared * 1024, 1, weight.bits) for tile in TILES)
-    return min(time_of(tile) for tile in found if tile is not None)
+    """Return the microseconds of a product by the tiles that the kernel chooses."""
+    form = StepForm(weight.steps, 0, weight.bits, weight.dense)
+    bands = choose_bands(tokens, weight.out, form, 1, card.for_choice)
+    return sum(time_of(card, weight, tokens, band, kernel) for band in bands)
 
 
 def block(card: Card, pattern: str, dtype: str, bits: int, kernel: Kernel) -> list[float]:
@@ -161,16 +175,20 @@ def predictions(kernel: Kernel) -> Iterator[dict[str, Any]]:
 
 
 def check(path: Path, kernel: Kernel) -> None:
-    """Print the predicted over the measured time of an H200's products, with the median and the worst difference."""
-    shares = []
+    """Print the predicted over the measured time of an H200's products by the chosen tiles, and the differences."""
+    shares: dict[str, list[float]] = {}
     for row in map(json.loads, path.read_text().splitlines()):
-        if "us" not in row or row["dtype"] not in H200.tera:
+        if row["section"] != "time" or "ampere" not in row["backend"] or row["source"] != "now":
             continue
-        weight = Weight(row["out"], row["columns"], row["pattern"], row["dtype"], row["bits"])
-        shares.append(predict(H200, weight, row["tokens"], kernel) / row["us"])
-        print(*weight, row["tokens"], row["us"], f"{shares[-1]:.2f}")
-    wrong = sorted(abs(math.log(share)) for share in shares)
-    print(f"{len(wrong)} products, off by {statistics.median(wrong):.1%} in the median, {wrong[-1]:.1%} at worst")
+        weight = Weight(*SIZES[row["layer"]], row["pattern"], bits=row["bits"])
+        tiles = fitting(StepForm(weight.steps, 0, weight.bits, weight.dense), 1, H200.for_choice)
+        band = Band(next(tile for tile in tiles if str(tile) == row["tile"]), weight.out)
+        shares.setdefault(weight.pattern, []).append(time_of(H200, weight, row["tokens"], band, kernel) / row["us"])
+        print(*weight, row["tokens"], band.tile, row["us"], f"{shares[weight.pattern][-1]:.2f}")
+    for pattern, found in shares.items():
+        off = [abs(share - 1) for share in found]
+        near = sum(share <= 0.1 for share in off)
+        print(f"{pattern}: {near} of {len(off)} within 10 %, median {statistics.median(off):.1%}, worst {max(off):.1%}")
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from blackwell import act_as_blackwell
 
 from slidesparse import InputError, Pattern, PatternViolation, SlideLinear, pack, prune_mask
 from slidesparse.gemm import Problem
@@ -117,6 +118,19 @@ def test_a_dense_weight_of_six_bits_may_run_in_them(
         layer = SlideLinear(settled.packed, choice=settled.choice)
         assert torch.equal(layer.unpack(), weight)
         assert layer.operand_bytes["hopper-6bit"] == 256 * 128 * 3 // 4
+
+
+@pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
+def test_dense_int8_runs_by_a_kernel_of_ours_where_servers_have_none(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    act_as_blackwell(monkeypatch)
+    weight, scale = quantize_weight(torch.randn(16, 96), dtype) if dtype.itemsize == 1 else (torch.ones(16, 96), None)
+    settled = settle(weight, scale, DENSE, Chooser("cusparselt"))
+    assert isinstance(settled, RunsPacked if dtype == torch.int8 else RunsDense)
+    if isinstance(settled, RunsPacked):
+        assert (settled.how, settled.choice.backends) == ("dense in eight bits", ("ampere",))
+        assert torch.equal(SlideLinear(settled.packed, choice=settled.choice).unpack(), weight)
 
 
 class Tuner:

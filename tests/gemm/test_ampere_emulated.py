@@ -13,6 +13,7 @@ from tolerances import assert_product
 
 from slidesparse.gemm.ampere.backend import Ampere, AmpereSixBits
 from slidesparse.gemm.ampere.tiles import TILES, MmaTile
+from slidesparse.gemm.hopper.choose_tiles import Band
 from slidesparse.weights.quant import quantize_rows
 
 INT8, FP8, BF16, FP16, FP32 = torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32
@@ -44,6 +45,14 @@ def test_every_form_is_multiplied_exactly(tile: MmaTile, pattern: str, backend: 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_every_tile_multiplies_exactly(tile: MmaTile, pattern: str, backend: type[Ampere]) -> None:
     assert_exact(replace(tile, stages=3), pattern, tile.tokens + 9, backend)
+
+
+@pytest.mark.parametrize(("pattern", "backend"), FORMS)
+def test_two_bands_are_one_product(pattern: str, backend: type[Ampere]) -> None:
+    lifted, packed, x = problem(pattern, INT8, 9, backend, 300, COLUMNS)
+    first, second = (replace(tile, dense=pattern == "dense") for tile in (TEAMS, SMALL))
+    bias, bands = torch.randn(300).to(BF16), (Band(first, 256), Band(second, 44))
+    assert torch.equal(run_product(lifted, packed, bands, BF16, bias, backend=backend), expected(x, packed, BF16, bias))
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 17])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
-from slidesparse.gemm.ampere.tiles import TILES, Card, MmaTile, cheapest, fitting
+from slidesparse.gemm.ampere.tiles import TILES, Card, MmaTile, cheapest, choose_bands, fitting
 from slidesparse.gemm.hopper.choose_tiles import TOKEN_STEP
 from slidesparse.gemm.hopper.weights import StepForm
 
@@ -41,6 +43,21 @@ def test_prompts_take_large_tiles_and_decoding_small_ones(form: StepForm) -> Non
         assert large.tokens * large.channels >= 128 * 64
         assert small.tokens == 16
         assert small.split > 1
+
+
+def test_two_bands_run_where_a_last_wave_would_be_nearly_empty() -> None:
+    form = StepForm(42, 0, 6)
+    both = choose_bands(64, 37888, form, 1, H200)  # as measured there: results/h200/mma-sync.jsonl
+    assert [f"{band.channels} in {band.tile}" for band in both] == ["33792 in 64x128/2", "4096 in 32x64/4"]
+    for card, channels, tokens in product(CARDS.values(), (100, 3584, 37888), range(16, 4097, 80)):
+        bands = choose_bands(tokens, channels, form, 1, card)
+        assert sum(band.channels for band in bands) == channels
+        assert all(band.channels % 256 == 0 for band in bands[:-1])
+        one, cycles = (
+            cheapest(tokens, channels, form, 1, card),
+            [band.tile.cycles(tokens, band.channels, form, 1, card) for band in bands],
+        )
+        assert sum(cycles) <= one.cycles(tokens, channels, form, 1, card)
 
 
 def test_a_tile_is_named_by_its_sizes() -> None:

@@ -17,6 +17,7 @@ from tolerances import FP8_TENSOR_CORE, assert_product
 
 from slidesparse.gemm.ampere.backend import Ampere, AmpereSixBits
 from slidesparse.gemm.ampere.tiles import TILES, Card, MmaTile, fitting
+from slidesparse.gemm.hopper.choose_tiles import Band
 from slidesparse.gemm.hopper.kernel import load_kernels
 from slidesparse.gemm.hopper.weights import StepForm
 from slidesparse.gemm.reference import apply_scales, product
@@ -68,6 +69,18 @@ def test_int8_has_the_bits_of_the_reference(backend: type[Ampere], pattern: str,
                 given = scale_x, operand, packed.scale, bias, out, out_dtype, tile
                 y = made.matmul(in_slabs(x, packed, backend), *given)
                 assert torch.equal(y, apply_scales(product(x, weight), scale_x, packed.scale, bias, out_dtype)), m
+
+
+@pytest.mark.parametrize(("backend", "pattern"), FORMS)
+def test_two_bands_have_the_bits_of_the_reference(backend: type[Ampere], pattern: str, mma_tile: MmaTile) -> None:
+    tile, made, out = fitted(mma_tile, backend, pattern), backend(), 1300
+    large = fitting(StepForm(0, 0, backend.value_bits, pattern == "dense"), 1, Card.of(0))[0]
+    packed, bias = packed_weight(INT8, pattern, out, COLUMNS, bits=backend.value_bits), torch.randn(out, device="cuda")
+    for m in TOKENS:
+        x, scale_x = tokens_of(INT8, m, COLUMNS), torch.rand(m, 1, device="cuda")
+        given = scale_x, made.prepare(packed), packed.scale, bias, out, BF16, (Band(large, 512), Band(tile, 788))
+        y = made.matmul(in_slabs(x, packed, backend), *given)
+        assert torch.equal(y, apply_scales(product(x, packed.unpack()), scale_x, packed.scale, bias, BF16)), m
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "6:8", "dense"])

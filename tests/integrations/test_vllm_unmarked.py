@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from blackwell import act_as_blackwell
 from llm_compressor_checkpoint import group, quantised, rewritten
 from safetensors.torch import load_file
 from vllm_models import configured, loaded
@@ -55,6 +56,20 @@ def test_where_nothing_can_be_fused_every_layer_is_vllms(
     assert not hasattr(layer.mlp.down_proj, "slide")
     assert hasattr(layer.mlp.down_proj, "weight")
     assert sparse_lines(caplog) == ["slidesparse: nothing is sparse, and nothing is fused: all 4 layers are vLLM's own"]
+
+
+@pytest.mark.parametrize("refusal", [None, "NVRTC is too old"])
+@pytest.mark.parametrize("settings", [{"enforce_eager": True}, {}])
+def test_on_blackwell_no_int8_layer_is_left_to_vllm_which_has_no_kernel(
+    checkpoints: Any, tmp_path: Path, settings: dict[str, Any], refusal: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    act_as_blackwell(monkeypatch, refusal)
+    path = rewritten(checkpoints("dense"), tmp_path / "dense")
+    layer = loaded(configured(path, **OURS, **settings), {}).model.layers[0]
+    for linear in (layer.mlp.gate_up_proj, layer.mlp.down_proj, layer.self_attn.qkv_proj, layer.self_attn.o_proj):
+        assert linear.slide.choice.backends == ("dense" if refusal else "ampere",)
+    stored = load_file(path / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
+    assert torch.equal(layer.mlp.down_proj.slide.unpack(), stored)
 
 
 FOUR_BITS = {"num_bits": 4, "strategy": "group", "group_size": 128}

@@ -69,8 +69,17 @@ class Problem:
 
     @property
     def has_forms(self) -> bool:
-        """Whether there is another form of the weight than its rows: 2:4, or six bits."""
-        return self.slid or self.bits == 6
+        """Whether its form is a choice: it is slid, has six bits, or is dense where servers have no kernel for that."""
+        return self.slid or self.bits == 6 or servers_lack(self.dtype, self.device)
+
+
+WITHOUT_INT8 = (10, 0)
+"""First compute capability (Blackwell) at which the INT8 kernels of vLLM and SGLang raise (vLLM issue 54311)."""
+
+
+def servers_lack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether vLLM and SGLang have no kernel of their own for dense weights of a type on a device."""
+    return dtype == torch.int8 and device.type == "cuda" and torch.cuda.get_device_capability(device) >= WITHOUT_INT8
 
 
 def gpu_of(x: torch.Tensor, backend: str) -> int:

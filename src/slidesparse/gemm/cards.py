@@ -10,14 +10,12 @@ from typing import Any
 import torch
 
 from slidesparse.gemm.ampere import backend as ampere
+from slidesparse.gemm.backend import WITHOUT_INT8
 from slidesparse.gemm.cusparselt import capabilities as cusparselt
 from slidesparse.gemm.hopper.backend import CAPABILITY as HOPPER
 from slidesparse.weights.quant import dtype_name
 
 TYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16)
-
-BLACKWELL = (10, 0)
-"""First compute capability without an INT8 kernel in vLLM's choice (vLLM issue 54311)."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ def list_backends(capability: tuple[int, int], dtype: torch.dtype) -> list[str]:
 
 def serves_int8(capability: tuple[int, int]) -> bool:
     """Return whether stock vLLM (0.22 to 0.33) starts with an INT8 checkpoint on such a GPU."""
-    return capability < BLACKWELL
+    return capability < WITHOUT_INT8
 
 
 def warn_of_type(dtype: torch.dtype) -> str | None:

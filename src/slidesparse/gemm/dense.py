@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 from slidesparse.base import torch_private
 from slidesparse.base.torch_private import empty_here
-from slidesparse.gemm.backend import LiftThenMultiply, Operand, Products, Runner, log_by_parts, release
+from slidesparse.gemm.backend import WITHOUT_INT8, LiftThenMultiply, Operand, Products, Runner, log_by_parts, release
 from slidesparse.gemm.reference import Reference, apply_scales, product
 from slidesparse.lifting.choose import Lift, TorchLift
 from slidesparse.lifting.layout import Layout, LinearTensors, with_rows
@@ -51,9 +51,6 @@ HOPPER = (9, 0)
 TORCH_ROWS = 256
 """Fewest tokens at which torch's row-wise FP8 kernel is the faster one on Hopper: on an H200 by 3 to 8 % at 256 tokens
 and by 3 to 13 % at 16384, whereas vLLM's is up to twice as fast at 64 (results/h200)."""
-
-WITHOUT_INT8 = (10, 0)
-"""First compute capability (Blackwell) at which vLLM's CUTLASS kernel raises for INT8, and torch's runs."""
 
 
 def padded_rows(tokens: int) -> int:

@@ -1,15 +1,17 @@
 """The choice of the backends of a problem, and of the numbers of tokens for each.
 
-An explicit choice is taken, or refused with its reason. ``auto`` runs a weight that is packed dense by the dense
-backend. Otherwise the candidates are the accelerated backends that can run the problem, and had no wrong result when
-such a layer was measured here. Its times here (gemm/speed.py) decide:
+An explicit choice is taken, or refused with its reason. ``auto`` runs a dense weight by the dense backend, unless it
+has six bits, or is INT8 on a GPU for which servers have no such kernel. Otherwise the candidates are the accelerated
+backends that can run the problem, and had no wrong result when such a layer was measured here. Its times here
+(gemm/speed.py) decide:
 
 * ``fallback="fastest"``: the packed form that is the fastest over all numbers of tokens runs, except where another one,
   or the dense weight, is faster by a margin (gemm/time_model.py); all forms that run are kept. A layer that was not
   measured runs dense, but for those of :func:`_gains_unmeasured`.
 * ``fallback="dense"``, the default: the same, but another form, packed or dense, which doubles the layer's memory, is
   kept only where the fastest packed one takes much longer than dense.
-* A weight of six bits that is not slid has one form with either: six bits, or eight where these do not gain on average.
+* A weight that is not slid has one form with either: that of a kernel of ours, or its rows where that does not gain on
+  average.
 * ``fallback="none"``: one packed form runs alone, the fastest over all numbers of tokens, else that of the first
   backend that can run, else the reference.
 """
@@ -28,7 +30,7 @@ from slidesparse.base.arguments import shown
 from slidesparse.base.device import driver_version
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.ampere.backend import Ampere, AmpereSixBits
-from slidesparse.gemm.backend import Backend, Problem
+from slidesparse.gemm.backend import Backend, Problem, servers_lack
 from slidesparse.gemm.cusparselt.backend import CuSparseLt
 from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.grouped import GroupedProduct
@@ -174,8 +176,11 @@ def _gains_unmeasured(backend: str, problem: Problem) -> bool:
     """Return whether a packed weight gains in all likelihood: one of 8 bits on Hopper, at 6:8 or with more zeros.
 
     On an H100 and an H200 dense copies were worth their memory in none of such layers (results/h100/layers.json,
-    results/h200/layers.json).
+    results/h200/layers.json). INT8 runs packed where servers have no kernel: torch's, the only dense one left, has no
+    fused scales, and nobody has run it there.
     """
+    if servers_lack(problem.dtype, problem.device):
+        return True
     gains = problem.slid and problem.dtype in QUANTISED and problem.pattern.ideal_speedup >= Pattern(6, 8).ideal_speedup
     return gains and backend.startswith("hopper")
 

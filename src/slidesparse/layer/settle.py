@@ -23,7 +23,7 @@ from slidesparse.weights.support import find_pattern, value_bits
 
 @dataclass(frozen=True)
 class RunsPacked:
-    """A weight that runs in 2:4 form, or in six bits.
+    """A weight that runs in 2:4 form, in six bits, or dense by a kernel of ours.
 
     Attributes:
         packed: The packed weight.
@@ -36,7 +36,7 @@ class RunsPacked:
     @property
     def how(self) -> str:
         """Its form in a word or three."""
-        return "sparse" if self.packed.slid else "dense in six bits"
+        return "sparse" if self.packed.slid else f"dense in {'six' if self.packed.bits == 6 else 'eight'} bits"
 
     @property
     def reason(self) -> str:

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 
 from slidesparse.gemm.ampere.compile import compile_variant
-from slidesparse.gemm.hopper.choose_tiles import TOKEN_STEP, Band
+from slidesparse.gemm.hopper.choose_tiles import SECOND_LAUNCH, TOKEN_STEP, Band
 from slidesparse.gemm.hopper.tiles import BLOCK_BYTES
-from slidesparse.gemm.hopper.weights import StepForm, step_bytes
+from slidesparse.gemm.hopper.weights import TILE_ROWS, StepForm, step_bytes
 from slidesparse.lifting.layout import SLAB_BYTES
 
 FEWEST_STAGES, MOST_STAGES = 3, 8
@@ -167,11 +167,27 @@ TILES = (  # those of few tokens split K among warps that need not wait for each
 
 
 def choose(tokens: int, channels: int, form: StepForm, itemsize: int, device: int) -> tuple[Band, ...]:
-    """Return the launch of a product: see :data:`slidesparse.gemm.hopper.choose_tiles.Choose`."""
-    rounded = -(-tokens // TOKEN_STEP) * TOKEN_STEP  # a choice takes half a millisecond, a server has any number
-    return (Band(cheapest(rounded, channels, form, itemsize, Card.of(device)), channels),)
+    """Return the launches of a product: see :data:`slidesparse.gemm.hopper.choose_tiles.Choose`."""
+    rounded = -(-tokens // TOKEN_STEP) * TOKEN_STEP  # a choice takes a fifth of a millisecond, a server has any number
+    return choose_bands(rounded, channels, form, itemsize, Card.of(device))
 
 
+@lru_cache(maxsize=1 << 13)
+def choose_bands(tokens: int, channels: int, form: StepForm, itemsize: int, card: Card) -> tuple[Band, ...]:
+    """Return the cheapest tile; or its full waves, and the channels of its last one in smaller tiles."""
+    tile = cheapest(tokens, channels, form, itemsize, card)
+    waves = tile.count(tokens, channels) // card.multiprocessors
+    own = waves * card.multiprocessors // tile.count(tokens, 1) * tile.channels // TILE_ROWS * TILE_ROWS
+    if 0 < own < channels:
+        rest = cheapest(tokens, channels - own, form, itemsize, card)
+        both = ((tile, own), (rest, channels - own))
+        cycles = sum(each.cycles(tokens, part, form, itemsize, card) for each, part in both)
+        if cycles + SECOND_LAUNCH < tile.cycles(tokens, channels, form, itemsize, card):
+            return tuple(Band(*each) for each in both)
+    return (Band(tile, channels),)
+
+
+@lru_cache(maxsize=64)
 def fitting(form: StepForm, itemsize: int, card: Card) -> list[MmaTile]:
     """Return the tiles for a form of weight that a card has room for."""
     of_form = (replace(tile, dense=form.dense) for tile in TILES)
@@ -179,7 +195,6 @@ def fitting(form: StepForm, itemsize: int, card: Card) -> list[MmaTile]:
     return [tile for tile in found if tile is not None]
 
 
-@lru_cache(maxsize=1 << 13)
 def cheapest(tokens: int, channels: int, form: StepForm, itemsize: int, card: Card) -> MmaTile:
     """Return the tile with the fewest estimated cycles."""
     return min(fitting(form, itemsize, card), key=lambda tile: tile.cycles(tokens, channels, form, itemsize, card))

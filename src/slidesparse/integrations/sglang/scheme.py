@@ -13,6 +13,7 @@ from sglang.srt.layers.quantization.compressed_tensors.schemes import Compressed
 from slidesparse.base.device import give_blocks_back
 from slidesparse.base.log import log_once
 from slidesparse.errors import UnsupportedError
+from slidesparse.gemm.backend import servers_lack
 from slidesparse.integrations import SPARSE_TENSOR_CORES
 from slidesparse.integrations.gain import LoadedLinear
 from slidesparse.integrations.names import NamedLayer, shard_start
@@ -34,7 +35,8 @@ log = logging.getLogger(LOGGER)
 class SGLangScheme(CompressedTensorsLinearScheme):
     """The scheme of a W8A8 layer: SGLang's, ``inner``, until the layer is loaded, then a SlideLinear where that pays.
 
-    That is a layer that runs sparse, and where norms are fused a dense one too. ``model``: its model's configuration.
+    That is a layer that runs sparse, and a dense one where norms are fused or SGLang has no kernel for it. ``model``:
+    its model's configuration.
     """
 
     def __init__(self, inner: CompressedTensorsLinearScheme, named: NamedLayer, model: Any) -> None:
@@ -87,8 +89,9 @@ class SGLangScheme(CompressedTensorsLinearScheme):
         if isinstance(settled, RunsPacked):
             how = settled.how
             slide = SlideLinear(settled.packed, choice=settled.choice, activation_rounding="sglang")
-        elif self.model.fuses:
-            slide = SlideLinear(pack_dense(weight, scale, name=self.name), activation_rounding="sglang")
+        elif self.model.fuses or servers_lack(weight.dtype, weight.device):
+            packed = pack_dense(weight, scale, name=self.name)
+            slide = SlideLinear(packed, choice=settled.choice, activation_rounding="sglang")
         log_once(f"slidesparse: {kind_of(self.name)}: {how}, {settled.reason}", log=log)
         self.model.note_linear(layer, LoadedLinear.of(weight, settled.choice))
         return slide

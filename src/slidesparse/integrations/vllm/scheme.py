@@ -20,6 +20,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
 
 from slidesparse.base.device import give_blocks_back
+from slidesparse.gemm.backend import servers_lack
 from slidesparse.integrations import SPARSE_TENSOR_CORES
 from slidesparse.integrations.gain import LoadedLinear
 from slidesparse.integrations.names import NamedLayer, shard_start
@@ -37,6 +38,8 @@ READ_ELSEWHERE = "left to vLLM, which reads its weight in a kernel of its own"
 READ_BY_ADAPTERS = "left to vLLM, since LoRA adapters read its weight"
 
 READ_BY_DRAFTS = "left to vLLM, which compares its weight with a draft's"
+
+LACKED = "by torch, since vLLM has no INT8 kernel for this GPU"
 
 JOINED = "fused with the norm or activation before it, if there is one"
 """Outcome of a linear that the pass over graphs may join; the operator before it is not known yet."""
@@ -178,8 +181,9 @@ def _why_kept(layer: Any, model: ModelState) -> str | None:
 def _settle(layer: Any, named: NamedLayer, in_features: int, model: ModelState) -> tuple[SlideLinear | None, Outcome]:
     """Return a loaded layer's SlideLinear, or None where it is left to vLLM, and its outcome.
 
-    A dense layer is converted too where the pass of :mod:`slidesparse.integrations.vllm.fuse_norms` may join it with
-    the norm or activation before it, for which vLLM needs two kernels.
+    A dense layer is converted too where vLLM has no kernel for it, or where the pass of
+    :mod:`slidesparse.integrations.vllm.fuse_norms` may join it with the norm or activation before it, for which vLLM
+    needs two kernels.
     """
     reason = _why_kept(layer, model)
     if reason is not None:
@@ -201,7 +205,8 @@ def _settle(layer: Any, named: NamedLayer, in_features: int, model: ModelState) 
         outcome = replace(outcome, eligible=model.options.backend != "dense")
     # Graphs do not hold an output embedding, and adapters read a linear's input: nothing is joined with either.
     fuse = model.options.fuse and isinstance(layer, LinearBase) and not model.adapters
-    if not fuse or not quantised:
+    lacked = servers_lack(weight.dtype, weight.device)
+    if not quantised or not (fuse or lacked):
         return None, outcome
     slide = SlideLinear(pack_dense(weight, scale, name=named.name), choice=settled.choice)
-    return slide, replace(outcome, text=f"{settled.reason}; {JOINED}", joined=True)
+    return slide, replace(outcome, text=f"{settled.reason}; {JOINED if fuse else LACKED}", joined=True)
