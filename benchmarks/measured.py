@@ -33,7 +33,7 @@ import compare
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 H200 = RESULTS / "h200"
-DRAWN = ("accuracy", "cards", "measured", "quickstart", "recipe")
+DRAWN = ("accuracy", "cards", "measured", "quickstart", "recipe", "task")
 PAGES = (ROOT / "README.md", *(ROOT / f"docs/{name}.md" for name in DRAWN))
 MARKED = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -87,6 +87,7 @@ IN_SIX_BITS = {f"{pattern} {SIX_BITS}": f"{pattern}, six bits" for pattern in PA
 AT_6OF8, NAME_6OF8 = next(iter(IN_SIX_BITS.items()))
 PUBLISHED = RESULTS / "accuracy/published/qwen2.5-coder-0.5b.jsonl"
 SMALLER = RESULTS / "accuracy/published/smollm2-135m.jsonl"
+TASKS = PUBLISHED.with_name("tasks.jsonl")
 
 RIVALS = {
     "int4 nearest": "INT4, groups of 128, to nearest",
@@ -325,6 +326,24 @@ def recipe() -> str:
     return markdown(("pattern", "tokens", *heads), rows)
 
 
+def tasks() -> str:
+    """The page on a use: models that were fine-tuned on a task, pruned and recovered on it, beside the dense one."""
+    lines = map(json.loads, TASKS.read_text().splitlines() if TASKS.exists() else ())
+    judged = {one["tag"]: one for one in lines if "run_by" in one}
+    names = dict.fromkeys(tag.rpartition(", ")[0] for tag in judged)
+
+    def cell(name: str, task: str) -> str:
+        own, dense = (judged.get(f"{one}, {task}") for one in (name, "dense"))
+        if own is None or dense is None:
+            return "-"
+        base = compare.all_questions(dense, task)
+        return compare.points(base if own is dense else compare.all_questions(own, task), base)
+
+    ordered = sorted(names, key=lambda name: PATTERNS.index(name[:3]) if name.startswith(PATTERNS) else -1)
+    rows = [[name, *(cell(name, task) for task in compare.TASKS)] for name in ordered]
+    return markdown(("model", *compare.TASKS.values()), rows)
+
+
 def published_models(path: Path = PUBLISHED) -> str:
     """The page on accuracy: all models that were judged, beside the dense one, on the same problems."""
     found = published_records(path)
@@ -333,7 +352,7 @@ def published_models(path: Path = PUBLISHED) -> str:
         if OF_THE_LOG.search(tag):
             continue
         kl = f"{sum(one['code']['kl']) / len(one['code']['kl']):.3f}"
-        cells = compare.cells(one, dense)[4:]
+        cells = compare.cells(one, dense)[4:7]
         rows.append([tag, "-" if one is dense else rise(one, dense), kl, *cells])
     heads = ("model", "perplexity of code", "KL", "HumanEval, greedy", "of ten samples", "exact answers")
     judged = [i for i in range(len(heads)) if any(row[i] != "-" for row in rows)]
@@ -437,6 +456,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "published-models-135m": partial(published_models, SMALLER_BY_GPU),
     "published-rivals": published_rivals,
     "recipe": recipe,
+    "task": tasks,
     "cpu": cpu,
     "demo": demo,
     "cards": cards,

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 TEXTS = ("code", "chats")
+TASKS = {"reasoning": "exact answers", "sql": "SQL"}
+"""Part of a record -> its column."""
 
 
 def paired(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
@@ -52,9 +54,9 @@ def perplexity(one: dict[str, Any], base: dict[str, Any]) -> str:
     return cell
 
 
-def all_questions(record: dict[str, Any]) -> list[float]:
-    """Return the right answers of all generators in one list."""
-    right = record["reasoning"]["right"]
+def all_questions(record: dict[str, Any], task: str = "reasoning") -> list[float]:
+    """Return the right answers of all of a task's generators in one list."""
+    right = record[task]["right"]
     return [one for name in sorted(right) for one in right[name]]
 
 
@@ -65,15 +67,16 @@ def cells(record: dict[str, Any], base: dict[str, Any]) -> list[str]:
     for score in ("greedy", "sampled"):
         own, other = (one.get("humaneval", {}).get(score) for one in (record, base))
         row.append(points(own, other) if own and other else "-")
-    both = "reasoning" in record and "reasoning" in base
-    own, other = (all_questions(one) if both else [] for one in (record, base))
-    row.append(points(other if record is base else own, other) if both else "-")
+    for task in TASKS:
+        both = task in record and task in base
+        own, other = (all_questions(one, task) if both else [] for one in (record, base))
+        row.append(points(other if record is base else own, other) if both else "-")
     return row
 
 
 def table(records: list[dict[str, Any]], base: dict[str, Any]) -> list[str]:
     """Return a table in Markdown."""
-    head = ["", "run by", "code", "chats", "HumanEval, greedy", "HumanEval, sampled", "exact answers"]
+    head = ["", "run by", "code", "chats", "HumanEval, greedy", "HumanEval, sampled", *TASKS.values()]
     rows = [head, ["---"] * len(head), *(cells(record, base) for record in records)]
     return [f"| {' | '.join(row)} |" for row in rows]
 

@@ -1,4 +1,4 @@
-"""Judge a checkpoint: HumanEval, held-out code and chats, questions with exact answers. One record a run.
+"""Judge a checkpoint: HumanEval, held-out code and chats, questions with exact answers, SQL. One record a run.
 
     python judge.py CHECKPOINT --out RECORDS.jsonl --tag "6:8 sparsegpt" [--dense DENSE] [--chats HELD.jsonl]
     python judge.py CHECKPOINT ... --served                             # INT8, FP8 or six bits, by slidesparse.load
@@ -23,6 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import humaneval
 import reasoning
+import sql
 import texts
 import torch
 import transformers
@@ -32,9 +33,10 @@ import slidesparse as ss
 from slidesparse_bench.environment import commit
 
 SAMPLES, HEAT = 10, 0.2
-PROGRAM_TOKENS, ANSWER_TOKENS = 384, 32
+PROGRAM_TOKENS = 384
 WINDOW = 512
-PARTS = ("code", "chats", "humaneval", "reasoning")
+TASKS: dict[str, Any] = {"reasoning": reasoning, "sql": sql}
+PARTS = ("code", "chats", "humaneval", *TASKS)
 
 
 def open_model(options: argparse.Namespace, tokenizer: Any) -> Model:
@@ -111,15 +113,21 @@ def score_programs(model: Model, options: argparse.Namespace, tokenizer: Any) ->
     return found
 
 
-def score_questions(model: Model, options: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
-    """Return which questions of each generator are answered exactly."""
-    asked = reasoning.questions(min(options.questions, options.limit or options.questions))
-    prompts = [reasoning.prompt(tokenizer, one) for one in asked]
-    answers = model.answers(prompts, ANSWER_TOKENS, reasoning.STOP, 0, HEAT)
+def asked_so(tokenizer: Any, request: str) -> str:
+    """Return a user's request as the model reads it, up to where its answer begins."""
+    chat = [{"role": "user", "content": request}]
+    return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+
+
+def score_questions(model: Model, task: Any, options: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
+    """Return which questions of each of a task's generators are answered exactly."""
+    asked = task.questions(min(options.questions, options.limit or options.questions))
+    prompts = [asked_so(tokenizer, one.request) + task.BEGUN for one in asked]
+    answers = model.answers(prompts, task.TOKENS, task.STOP, 0, HEAT)
     right: dict[str, list[int]] = {}
     for question, (answer,) in zip(asked, answers, strict=True):
         right.setdefault(question.generator, []).append(int(question.is_right(answer)))
-    return {"seed": reasoning.JUDGED, "right": right}
+    return {"seed": task.JUDGED, "right": right}
 
 
 def rounded(values: list[float]) -> list[float]:
@@ -148,8 +156,9 @@ def judge(options: argparse.Namespace) -> dict[str, Any]:
     del dense
     if "humaneval" in options.parts:
         tell("humaneval", score_programs(model, options, tokenizer))
-    if "reasoning" in options.parts:
-        tell("reasoning", score_questions(model, options, tokenizer))
+    for part, task in TASKS.items():
+        if part in options.parts:
+            tell(part, score_questions(model, task, options, tokenizer))
     return record | {"seconds": round(time.time() - start, 1)}
 
 
@@ -174,7 +183,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--url", help="ask this server, http://HOST:PORT/v1")
     parser.add_argument("--by", help="name of that server and its version, for the record")
     parser.add_argument("--gpu", help="its GPU, for the record")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:-1])
     parser.add_argument("--samples", type=int, default=SAMPLES, help="answers to each problem at temperature 0.2")
     parser.add_argument("--questions", type=int, default=100, help="of each generator")
     parser.add_argument("--tokens", type=int, default=65_536, help="of held-out text")

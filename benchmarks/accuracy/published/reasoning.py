@@ -6,6 +6,7 @@ other but by chance, and :func:`questions` leaves out those that are.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,8 @@ GENERATORS: dict[str, dict[str, Any]] = {
 REQUEST = "{}\n\nGive the answer only, on one line."
 BEGUN = "The answer is:"
 STOP = "\n"
+TOKENS = 32
+"""Most tokens of an answer."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,16 @@ class Question:
     number: int
     entry: dict[str, Any]
     dataset: Any
+
+    @property
+    def request(self) -> str:
+        """What the user says."""
+        return REQUEST.format(self.entry["question"])
+
+    @property
+    def answer(self) -> str:
+        """What the assistant should say."""
+        return f"{BEGUN} {self.entry['answer']}"
 
     def is_right(self, answer: str) -> bool:
         """Say whether the first line of an answer is exact."""
@@ -60,11 +73,12 @@ def questions(each: int, seed: int = JUDGED) -> list[Question]:
     return found
 
 
-def chat(question: Question) -> list[dict[str, str]]:
-    """Return the user's part of a chat."""
-    return [{"role": "user", "content": REQUEST.format(question.entry["question"])}]
+def training(number: int, seed: int = 0) -> list[Question]:
+    """Return at most as many questions to train on, none of them judged, not even with its numbers exchanged."""
+    judged = {words(one) for one in questions(100)}
+    return [one for one in questions(-(-number // len(GENERATORS)), seed) if words(one) not in judged]
 
 
-def prompt(tokenizer: Any, question: Question) -> str:
-    """Return what the model goes on from."""
-    return tokenizer.apply_chat_template(chat(question), tokenize=False, add_generation_prompt=True) + BEGUN
+def words(question: Question) -> tuple[str, ...]:
+    """Return a question's words in order of the alphabet: it is the same with its numbers exchanged."""
+    return tuple(sorted(re.findall(r"\w+", question.entry["question"])))

@@ -2,23 +2,24 @@
 
     python regimes.py DENSE OUT                       # the dense regime
     python regimes.py PRUNED OUT                      # the zeros of a pruned BF16 checkpoint held
+    python regimes.py DENSE OUT --task sql --prompts prompts.jsonl
 
-All regimes see the same questions in the same order, at the same learning rate: those of :mod:`reasoning`'s generators,
-with seeds that nobody is judged by. The loss is that of the answers' tokens. ``judge.py --parts reasoning`` judges.
+All regimes see the same questions in the same order, at the same learning rate: those of :mod:`reasoning`'s or
+:mod:`sql`'s generators, with seeds that nobody is judged by. The loss is that of the answers' tokens. ``judge.py
+--parts reasoning`` judges. ``--prompts`` keeps the questions, for ``slidesparse chats`` or ``compress``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import reasoning
 import torch
+from judge import TASKS, asked_so
 from rivals import save
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -30,21 +31,13 @@ from slidesparse.recovery.training import BETAS, CLIP
 NO_LOSS = -100
 
 
-def examples(tokenizer: Any, number: int, seed: int = 0) -> list[tuple[list[int], int]]:
+def examples(tokenizer: Any, asked: Sequence[Any], seed: int = 0) -> list[tuple[list[int], int]]:
     """Return questions with their answers as tokens, and where the answer begins, in a fixed mixed order."""
-    judged = {words(one.entry["question"]) for one in reasoning.questions(100)}
-    each = -(-number // len(reasoning.GENERATORS))
-    asked = [one for one in reasoning.questions(each, seed) if words(one.entry["question"]) not in judged]
-    starts = tokenizer([reasoning.prompt(tokenizer, one) for one in asked], add_special_tokens=False).input_ids
-    answers = tokenizer([f" {one.entry['answer']}\n" for one in asked], add_special_tokens=False).input_ids
+    starts = tokenizer([asked_so(tokenizer, one.request) for one in asked], add_special_tokens=False).input_ids
+    answers = tokenizer([one.answer + tokenizer.eos_token for one in asked], add_special_tokens=False).input_ids
     found = [(start + answer, len(start)) for start, answer in zip(starts, answers, strict=True)]
     order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed)).tolist()
     return [found[n] for n in order]
-
-
-def words(question: str) -> tuple[str, ...]:
-    """Return a question's words in order of the alphabet: it is the same with its numbers exchanged."""
-    return tuple(sorted(re.findall(r"\w+", question)))
 
 
 def batches(found: list[tuple[list[int], int]], size: int, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
@@ -108,6 +101,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("start", type=Path, help="a dense checkpoint, or one that is pruned in BF16")
     parser.add_argument("out", type=Path)
+    parser.add_argument("--task", choices=TASKS, default="reasoning")
+    parser.add_argument("--prompts", type=Path, help="keep the questions here, as chats without answers")
     parser.add_argument("--questions", type=int, default=200_000)
     parser.add_argument("--batch", type=int, default=256, help="questions of a step")
     parser.add_argument("--lr", type=float, default=2e-5)
@@ -116,8 +111,12 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.start)
     model = AutoModelForCausalLM.from_pretrained(options.start, dtype=torch.float32).to(device).train()
     model.gradient_checkpointing_enable()  # activations of a step would nearly fill an H200
-    tokens = train(model, examples(tokenizer, options.questions), options)
-    about = {"kind": "regime", "lr": options.lr, "trained_on": tokens}
+    asked = TASKS[options.task].training(options.questions)
+    if options.prompts:
+        lines = [json.dumps({"messages": [{"role": "user", "content": one.request}]}) for one in asked]
+        options.prompts.write_text("\n".join(lines) + "\n")
+    tokens = train(model, examples(tokenizer, asked), options)
+    about = {"kind": "regime", "task": options.task, "lr": options.lr, "trained_on": tokens}
     save(model.to(torch.bfloat16), tokenizer, options.start, options.out, about)
     print(json.dumps(about))
 
