@@ -251,7 +251,7 @@ VALUES_OF_OPTIONS = (
 
 SKIPPED = {
     *("--help", "--verbose", "--dry-run"),  # which say more, or make nothing
-    *("--self-chats", "--match-steps", "--tasks", "--revision"),  # which take long, or need more
+    *("--match-steps", "--tasks", "--revision"),  # which take long, or need more
 }
 
 

@@ -50,7 +50,7 @@ WITHOUT_A_GAIN = {
     *("--help", "--json", "--verbose", "--quiet", "--dry-run"),  # how it is told
     *("--revision", "--links", "--device", "--dtype"),  # what is read, where, and what is written
     *("--part", "--ignore", "--layer"),  # what is treated
-    *("--calibration", "--self-chats", "--prompts", "--no-bos"),  # the text of a method
+    *("--calibration", "--no-bos"),  # the text of a method
     *("--samples", "--length", "--seed"),  # its windows
 }
 

@@ -18,14 +18,12 @@ from architectures import ARCHITECTURES
 from checkpoints import add_tokenizer, edited_config, make_checkpoint, reverse_letters, write_text
 from small_models import make
 
-from slidesparse.base.ranks import Ranks
 from slidesparse.checkpoints.checkpoint import Checkpoint
 from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.offline.calibrate.calibration import load_tokenizer, tokens_of
 from slidesparse.offline.calibrate.texts import read_documents
-from slidesparse.recovery import own_chats
-from slidesparse.recovery.own_chats import ChatOptions, kept_chats, write_chats
+from slidesparse.recovery.own_chats import ChatOptions, write_chats, write_chats_apart
 from slidesparse.recovery.prompts import FORMS, make_prompts
 from slidesparse.recovery.writers import SAMPLING, TransformersWriter, VllmWriter, end_tokens, writer_class
 
@@ -69,7 +67,7 @@ def test_each_prompt_gets_an_answer_of_its_own(model: Path, tmp_path: Path) -> N
 def test_fewer_chats_where_the_minutes_are_spent(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_batches: None, capsys: Any
 ) -> None:
-    monkeypatch.setattr(own_chats, "LEAST", 3)
+    monkeypatch.setattr("slidesparse.recovery.own_chats.LEAST", 3)
     words = ["chats", str(model / "base"), str(tmp_path / "chats.jsonl"), "--count", "9", "--max-tokens", "4"]
     words += ["--prompts", str(model / "prompts.txt"), "--device", "cpu", "--minutes"]
     assert main([*words, "0"]) == 1
@@ -263,29 +261,38 @@ def test_an_answer_ends_where_any_file_says_and_nothing_else_of_a_file_steers_it
 def test_damaged_answers_are_written_again(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_batches: None
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    wanted = ChatOptions(3, str(model / "prompts.txt"), max_tokens=4)
-    path = kept_chats(model / "base", wanted, "cpu")
-    whole = path.read_bytes()
-    for damaged in (b"[]\n", b"", whole.replace(b"window", b"Window"), whole[: whole.rindex(b"{")], whole * 2):
-        path.write_bytes(damaged)
-        assert kept_chats(model / "base", wanted, "cpu") == path
-        assert path.read_bytes() == whole
-    path.unlink()
+    wanted, path = ChatOptions(3, str(model / "prompts.txt"), max_tokens=4), tmp_path / "chats.jsonl"
+
+    def written() -> bytes:
+        write_chats(model / "base", path, wanted, "cpu")
+        whole = path.read_bytes()
+        path.unlink()
+        return whole
+
+    whole = written()
     interrupted_at(monkeypatch, TransformersWriter, 1)
     with pytest.raises(KeyboardInterrupt):
-        kept_chats(model / "base", wanted, "cpu")
-    (part,) = path.parent.glob("*.part")
-    part.write_bytes(part.read_bytes() * 3 + b"[]\n")
-    assert kept_chats(model / "base", wanted, "cpu").read_bytes() == whole
-    path.unlink()
+        written()
+    (part,) = tmp_path.glob("*.part")
+    first = part.read_bytes()
+    for damaged in (
+        b"[]\n",
+        b"",
+        whole.replace(b"window", b"Window"),
+        whole[: whole.rindex(b"{")],
+        first * 3 + b"[]\n",
+    ):
+        part.write_bytes(damaged)
+        assert written() == whole
     (tmp_path / "other").write_text("of the user")
     part.symlink_to(tmp_path / "other")
-    assert kept_chats(model / "base", wanted, "cpu").read_bytes() == whole
+    assert written() == whole
     assert (tmp_path / "other").read_text() == "of the user"
+    part.write_bytes(first)
     with edited_config(model / "base") as config:  # another end makes other chats
         config["eos_token_id"] = 50
-    assert kept_chats(model / "base", wanted, "cpu") != path
+    written()
+    assert part.read_bytes() == first
     with edited_config(model / "base") as config:
         config["eos_token_id"] = 2
 
@@ -342,78 +349,38 @@ def test_a_vllm_that_fails_is_one_line(
     assert not list(tmp_path.iterdir())
 
 
-def test_they_are_kept(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    wanted = ChatOptions(3, str(model / "prompts.txt"), max_tokens=4)
-    first = kept_chats(model / "base", wanted, "cpu")
-    monkeypatch.setattr(own_chats, "write_chats", None)
-    assert kept_chats(model / "base", wanted, "cpu") == first
-    assert first.is_relative_to(tmp_path)
-    with pytest.raises(TypeError):  # another number is another file
-        kept_chats(model / "base", ChatOptions(2, str(model / "prompts.txt"), max_tokens=4), "cpu")
-    monkeypatch.setattr(Ranks, "gather", lambda self, own: [own] * self.world)
-    with pytest.raises(InputError, match="another machine"):
-        kept_chats(model / "base", ChatOptions(2, str(model / "prompts.txt")), "cpu", Ranks(rank=1, world=2))
-
-
-def test_vllm_writes_kept_chats_in_a_process_of_its_own(
+def test_vllm_writes_in_a_process_of_its_own(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: None
 ) -> None:
-    """The words that it is given are those of the command, and its environment has nothing of torchrun."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("LOCAL_RANK", "0")
+    """The words that it is given are those of the command."""
 
-    def run(words: list[str], env: dict[str, str], **_: Any) -> Any:
+    def run(words: list[str], **_: Any) -> Any:
         assert words[1:3] == ["-m", "slidesparse"]
-        assert "LOCAL_RANK" not in env
-        assert "PATH" in env
         return SimpleNamespace(returncode=main(words[3:]))
 
     monkeypatch.setattr(subprocess, "run", run)
     wanted = ChatOptions(3, str(model / "prompts.txt"), max_tokens=4, seed=5, writer="vllm")
-    path = kept_chats(model / "base", wanted, "cpu")
-    assert len(lines(path)) == 3
+    write_chats_apart(model / "base", tmp_path / "chats.jsonl", wanted, "cpu")
+    assert len(lines(tmp_path / "chats.jsonl")) == 3
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
-    assert kept_chats(model / "base", wanted, "cpu") == path
     with pytest.raises(UnsupportedError, match="--writer transformers"):
-        kept_chats(model / "base", ChatOptions(2, writer="vllm"), "cpu")
+        write_chats_apart(model / "base", tmp_path / "more.jsonl", wanted, "cpu")
 
 
-def test_recover_and_prune_take_them(model: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_recover_and_prune_take_them(model: Path, tmp_path: Path, capsys: Any) -> None:
     write_text(tmp_path / "text.txt", 600)
-    base, own = str(model / "base"), ["--self-chats", "8", "--prompts", str(model / "prompts.txt")]
+    base, chats = str(model / "base"), str(tmp_path / "chats.jsonl")
+    write_chats(model / "base", Path(chats), ChatOptions(8, str(model / "prompts.txt")), "cpu")
     words = ["prune", base, str(tmp_path / "pruned"), "--pattern", "2:4", "--dtype", "bf16", "--method", "wanda"]
-    assert main([*words, *own, "--samples", "8", "--length", "16", "--device", "cpu"]) == 0
+    words += ["--calibration", chats, "--samples", "8", "--length", "16", "--device", "cpu"]
+    assert main(words) == 0
     words = ["recover", str(tmp_path / "pruned"), str(tmp_path / "out"), "--dense", base, "--tokens", "512"]
     words += ["--text", f"{tmp_path / 'text.txt'}:2", "--batch", "128", "--window", "32", "--eval-windows", "4"]
     capsys.readouterr()
-    assert main([*words, *own, "--device", "cpu", "--lr", "3e-3", "--json"]) == 0
+    assert main([*words, "--text", chats, "--device", "cpu", "--lr", "3e-3", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["steps"] == 4
     assert told["after"]["kl"] < told["before"]["kl"]
-    assert len(list((tmp_path / "cache/slidesparse/chats").iterdir())) == 1
-    assert main([*words, "--prompts", "x", "--json"]) == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["prune", "--pattern", "2:4"], "destination {} exists"),
-        (["recover", "--dense", "{}", "--tokens", "10"], "is not pruned"),  # before what is wrong with its options
-    ],
-)
-def test_what_cannot_be_done_is_said_before_chats_are_written(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, words: list[str], says: str
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    made = tmp_path / "made"
-    if words[0] == "prune":
-        made.mkdir()
-    command = [words[0], str(model / "base"), str(made), *(word.format(model / "base") for word in words[1:])]
-    assert main([*command, "--self-chats", "2", "--device", "cpu"]) == 1
-    assert says.format(made) in capsys.readouterr().err
-    assert not (tmp_path / "cache/slidesparse/chats").exists()
 
 
 def test_prompts_are_of_many_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from slidesparse.cli.arguments import (
@@ -19,8 +18,6 @@ from slidesparse.cli.arguments import (
 from slidesparse.cli.calibration import (
     add_calibration,
     calibration_of,
-    own_chats_of,
-    planned_chats,
 )  # fmt: skip
 from slidesparse.cli.together import own_device, together
 from slidesparse.errors import InputError
@@ -73,31 +70,21 @@ def add_prune(commands: Commands) -> None:
 
 
 def _prune(options: argparse.Namespace, ranks: Ranks) -> int:
-    from slidesparse.files.staging import new_folder
     from slidesparse.offline.dry_run import dry_run
     from slidesparse.offline.prune import prune_checkpoint
     from slidesparse.offline.prune_options import PruneOptions, check_options
 
-    if options.dry_run and options.own_chats:
-        raise InputError(
-            "--self-chats with --dry-run", needed="one of them", remedy="write chats with: slidesparse chats"
-        )
-    calibration = calibration_of(options, planned_chats(options))
     pairs = [entry.rpartition("=") for entry in options.layer]
     layers = {name: pattern for name, _, pattern in pairs}
     if "" in layers or len(layers) < len(pairs):
         raise InputError("--layer", got=", ".join(options.layer), needed="NAME=PATTERN, each name once")
     same = ("pattern", "dtype", "method", "rounding", "lm_head", "part", "match_steps", "smooth")
     how = {name: getattr(options, name) for name in same}
-    wanted = PruneOptions(calibration=calibration, ignore=tuple(options.ignore), layers=layers, **how)
+    wanted = PruneOptions(calibration=calibration_of(options), ignore=tuple(options.ignore), layers=layers, **how)
     check_options(wanted)  # before a model of the hub is fetched
     with ranks.first_alone(of_machine=True):
         source = source_of(options)
     device = own_device(ranks, device_of(options))
-    if options.own_chats:
-        new_folder(options.destination, source)  # before chats are written
-    if own := own_chats_of(options, source, device, ranks):
-        wanted = replace(wanted, calibration=calibration_of(options, own))
     summary: DryRun | PruneSummary
     where: dict[str, Any] = {"device": device, "links": options.links}
     if not options.dry_run:

@@ -16,7 +16,7 @@ from slidesparse.cli.arguments import (
     print_outcome,
     source_of,
 )  # fmt: skip
-from slidesparse.cli.calibration import add_own_chats, add_texts, own_chats_of, planned_chats
+from slidesparse.cli.calibration import add_texts
 from slidesparse.cli.together import own_device, together
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ def add_recover(commands: Commands) -> None:
     budget.add_argument("--tokens", help="budget: 5M, 20M, 1G")
     budget.add_argument("--minutes", type=float, help="budget in minutes of training")
     add_texts(recover, "text", "texts or chats to train on, with a share among several; may be given again")
-    add_own_chats(recover, "the dense model")
     add("--lr", type=float, help="peak learning rate (default: 9e-6 x 2048 / the model's width)")
     add("--batch", default="65536", metavar="TOKENS", help="tokens of a step (default: %(default)s)")
     add("--window", type=int, default=1024, help="tokens of a text window (default: %(default)s)")
@@ -76,17 +75,14 @@ def _recover(options: argparse.Namespace, ranks: Ranks) -> int:
     device = own_device(ranks, device_of(options))
 
     wanted = RecoverOptions(
-        texts=(*options.text, *planned_chats(options)),
+        texts=tuple(options.text),
         tokens=None if options.tokens is None else parse_amount(options.tokens),
         batch=parse_amount(options.batch, "--batch"),
         bos=not options.no_bos,
         **{name: getattr(options, name) for name in SAME},
     )
 
-    def texts() -> list[str]:
-        return [*options.text, *own_chats_of(options, dense, device, ranks)]
-
-    result = recover(pruned, dense, options.destination, wanted, device=device, ranks=ranks, texts=texts)
+    result = recover(pruned, dense, options.destination, wanted, device=device, ranks=ranks)
     if ranks.is_first:
         print_outcome(options, result)
     return 0

@@ -16,11 +16,9 @@ from itertools import repeat, takewhile
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from slidesparse.base.cache_folder import cache_folder
 from slidesparse.base.device import usable_device
 from slidesparse.base.log import LOG
 from slidesparse.base.progress import progress_bar
-from slidesparse.base.ranks import ALONE, Ranks
 from slidesparse.base.typed_json import parse_json
 from slidesparse.base.version import __version__
 from slidesparse.checkpoints.checkpoint import Checkpoint
@@ -56,7 +54,7 @@ class ChatOptions:
 
     def __post_init__(self) -> None:
         for name, value, least, most in (
-            ("--count or --self-chats", self.count, 1, MOST_CHATS),
+            ("--count", self.count, 1, MOST_CHATS),
             ("--max-tokens", self.max_tokens, 1, MOST_TOKENS),
             ("--seed", self.seed, 0, MAX_SEED - MOST_CHATS),
         ):
@@ -154,27 +152,8 @@ def _is_answer(line: bytes, vocabulary: str, asked: Sequence[int] = ()) -> bool:
     return line.endswith(b"\n") and chat.tokens[: len(asked)] == [*asked]
 
 
-def kept_chats(model: Path, options: ChatOptions, device: str, ranks: Ranks = ALONE) -> Path:
-    """Return the file of a model's chats in the user's cache folder; the first process writes a missing one."""
-    tokenizer = load_tokenizer(model)
-    path, vocabulary = cache_folder() / "chats", vocabulary_digest(tokenizer)
-    path /= f"{model.name}-{options.count}-{_key(model, tokenizer, options)}.jsonl"
-    with ranks.first_alone():
-        if ranks.is_first and path.exists():
-            answers = [_is_answer(line, vocabulary) for line in path.read_bytes().splitlines(keepends=True)]
-            if answers != [True] * options.count:
-                LOG.warning("%s is damaged, and is written again", path)
-                path.unlink()
-        if ranks.is_first and not path.exists():
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            write_chats_apart(model, path, options, device)
-    if not path.exists():
-        raise InputError(f"{path} is on another machine", remedy="write a file for all: slidesparse chats")
-    return path
-
-
 def write_chats_apart(model: Path, path: Path, options: ChatOptions, device: str, minutes: float | None = None) -> None:
-    """Write chats like :func:`write_chats`, by vLLM in a child outside torchrun, which frees the GPU when it ends."""
+    """Write chats like :func:`write_chats`, by vLLM in a child, which frees the GPU when it ends."""
     if writer_class(options.writer, device) is not VllmWriter:
         write_chats(model, path, options, device, minutes)
         return
@@ -184,9 +163,7 @@ def write_chats_apart(model: Path, path: Path, options: ChatOptions, device: str
         for name, value in {**asdict(options), "minutes": minutes}.items()
         if value is not None
     ]
-    of_torchrun = ("RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_")
-    alone = {name: value for name, value in os.environ.items() if not name.startswith(of_torchrun)}
-    if subprocess.run(words, env=alone, stdout=subprocess.DEVNULL, check=False).returncode:
+    if subprocess.run(words, stdout=subprocess.DEVNULL, check=False).returncode:
         raise UnsupportedError("vLLM wrote no chats", remedy="see above; or: slidesparse chats --writer transformers")
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,13 +53,11 @@ def recover(
     *,
     device: str | torch.device = "cpu",
     ranks: Ranks = ALONE,
-    texts: Callable[[], Sequence[str]] | None = None,
 ) -> Recovery:
     """Train a pruned checkpoint toward the dense model it came from, into a new folder.
 
-    ``texts``, called once all else is checked, returns those of the options, of which a model may write some. Processes
-    that torchrun started call this together, with equal arguments but for the device. Arguments and errors are those of
-    :func:`slidesparse.recover`.
+    Processes that torchrun started call this together, with equal arguments but for the device. Arguments and errors
+    are those of :func:`slidesparse.recover`.
     """
     where = usable_device(device)
     pair = Pair(usable_path(pruned, "pruned checkpoint"), usable_path(dense, "dense checkpoint"), options)
@@ -69,7 +67,6 @@ def recover(
     if ranks.is_first:
         pair.warn_of_another_teacher()
     _check_windows(pair, options, ranks)
-    options = options if texts is None else replace(options, texts=tuple(texts()))
     compiled = pair.compilable and compiles(where)
     files = survey(pair.pruned.path, {"config.json", INDEX_FILE, RECORD, *pair.pruned.shards}, links=None)
     lr = options.lr or default_lr(text_config(pair.student.model.config).hidden_size)
