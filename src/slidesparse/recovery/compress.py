@@ -32,7 +32,6 @@ from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.hub import hub_model, source_folder
 from slidesparse.files.json_files import read_json, write_json
 from slidesparse.files.staging import staged
-from slidesparse.files.stored import STORED_NAMES
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.experts import find_experts
 from slidesparse.offline.calibrate.calibration import Calibration, load_tokenizer, positions, tokens_of
@@ -47,7 +46,7 @@ from slidesparse.recovery.judge import Figure, judge
 from slidesparse.recovery.options import MOST, RecoverOptions
 from slidesparse.recovery.own_chats import ChatOptions, chat_line, write_chats_apart
 from slidesparse.recovery.recover_function import recover
-from slidesparse.recovery.result import RECORD
+from slidesparse.recovery.result import RECORD, TYPES
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import FLOATS, QuantName, Rounding, dtype_name
 
@@ -174,7 +173,7 @@ class _Run:
         self.config = model_class(self.dense)[1]
         self.window = positions(self.config, RecoverOptions.window)
         largest = max(map(self.dense.stored, self.dense.files), key=lambda one: one.n_bytes)
-        self.own: Any = {name: dtype for dtype, name in STORED_NAMES.items()}.get(largest.dtype)
+        self.own: Any = TYPES.get(largest.dtype)
         if self.own not in FLOATS or MARKER_KEY in self.dense.config:
             raise CheckpointError(f"{self.dense.path} is quantised or pruned", needed="a dense model in a float type")
         experts = find_experts(build_meta_model(self.dense).model)  # layers of experts cannot be matched
@@ -233,14 +232,10 @@ class _Run:
             fits = pruning + rounding <= 60 * self.minutes * OF_PRUNING
             if fits and (not train or (tokens >= least and trained >= LEAST_TOKENS)):
                 break
-        left_out = []
-        if not train:
-            needed = f"where it needs {least} and {LEAST_TOKENS}"
-            left_out.append(f"no training: {tokens} tokens of chats and time for {trained:.0f}, {needed}")
-        if not steps:
-            best = self.ladder[0][1]
-            takes = f"with which pruning takes {describe_seconds(seconds(samples, best))}"
-            left_out.append(f"no matching of layers, {takes if best else 'which have experts'}")
+        few = f"{tokens} tokens of chats and time for {trained:.0f}, where it needs {least} and {LEAST_TOKENS}"
+        best = self.ladder[0][1]
+        takes = f"with which pruning takes {describe_seconds(seconds(samples, best))}" if best else "which have experts"
+        left_out = [f"no training: {few}"] * (not train) + [f"no matching of layers, {takes}"] * (not steps)
         how = {"samples": min(samples, len(layers.windows)), "length": layers.windows.shape[1], "match_steps": steps}
         return {"how": how, "train": train, "rounding": rounding, "seconds": pruning + rounding, "left_out": left_out}
 

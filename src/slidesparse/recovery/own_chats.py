@@ -179,11 +179,8 @@ def write_chats_apart(model: Path, path: Path, options: ChatOptions, device: str
         write_chats(model, path, options, device, minutes)
         return
     words = [sys.executable, "-m", "slidesparse", "chats", str(model.resolve()), str(path), f"--device={device}"]
-    words += [
-        f"--{name.replace('_', '-')}={value}"
-        for name, value in {**asdict(options), "minutes": minutes}.items()
-        if value is not None
-    ]
+    given = {**asdict(options), "minutes": minutes}.items()
+    words += [f"--{name.replace('_', '-')}={value}" for name, value in given if value is not None]
     of_torchrun = ("RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_")
     alone = {name: value for name, value in os.environ.items() if not name.startswith(of_torchrun)}
     if subprocess.run(words, env=alone, stdout=subprocess.DEVNULL, check=False).returncode:
