@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import torch
 
-from slidesparse.models.gram_tree import BATCH_TOKENS
+from slidesparse.models.gram_tree import windows_of_a_batch
 from slidesparse.offline.calibrate.layer_store import LayersToPrune
 from slidesparse.offline.plan import Plan
 from slidesparse.pruning import SparseGPT
@@ -23,8 +23,7 @@ SIDE = 1024
 """Rows and columns of the matrices whose product is timed."""
 
 OVERHEAD = {"cpu": 2.0, "cuda": 1.0}
-"""Measured over counted time: of SmolLM2-135M on two CPU cores; of Qwen2.5-0.5B, matched by 200 steps on an H200, whose
-passes run in BF16."""
+"""Measured over counted time: of SmolLM2-135M on two CPU cores; of a 0.5B with matching, in BF16, on an H200."""
 
 
 def estimate_seconds(plan: Plan, device: torch.device) -> float | None:
@@ -37,12 +36,13 @@ def estimate_seconds(plan: Plan, device: torch.device) -> float | None:
 def _operations(plan: Plan, layers: LayersToPrune) -> float:
     solves = isinstance(layers.pruner, SparseGPT)
     steps = 0 if layers.matching is None else layers.matching.steps
+    step_tokens = windows_of_a_batch(layers.windows) * layers.windows.shape[1]
     total = 0.0
     for job in (job for jobs in plan.shards.values() for job in jobs.values() if job.layer is not None):
         for names in job.becomes:
             rows, columns = sum(job.outputs[name].shape[-2] for name in names), job.outputs[names[0]].shape[-1]
             tokens = layers.windows.numel() // (1 if job.expert is None else len(job.becomes))
-            total += 4 * tokens * rows * columns + 6 * steps * min(tokens, BATCH_TOKENS) * rows * columns
+            total += 4 * tokens * rows * columns + 6 * steps * step_tokens * rows * columns
             if job.layer in layers.changed:
                 total += 2 * tokens * columns**2
                 total += (4 * columns**3 + (5 if job.pattern == DENSE else 55) * rows * columns**2) * solves

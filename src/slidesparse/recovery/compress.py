@@ -32,7 +32,6 @@ from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.hub import hub_model, source_folder
 from slidesparse.files.json_files import read_json, write_json
 from slidesparse.files.staging import staged
-from slidesparse.files.stored import STORED_NAMES
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.experts import find_experts
 from slidesparse.offline.calibrate.calibration import Calibration, load_tokenizer, positions, tokens_of
@@ -47,15 +46,15 @@ from slidesparse.recovery.judge import Figure, judge
 from slidesparse.recovery.options import MOST, RecoverOptions
 from slidesparse.recovery.own_chats import ChatOptions, chat_line, write_chats_apart
 from slidesparse.recovery.recover_function import recover
-from slidesparse.recovery.result import RECORD
+from slidesparse.recovery.result import RECORD, TYPES
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import FLOATS, QuantName, Rounding, dtype_name
 
 OF_CHATS, OF_PRUNING, OF_JUDGING = 0.25, 0.5, 0.1
 """Shares of the minutes."""
 
-CHATS = {"cuda": 40_000, "cpu": 1_000}
-"""Most chats to write: a CPU writes some hundred an hour."""
+CHATS = {"cuda": (40_000, 400), "cpu": (1_000, 200)}
+"""Most chats to write, and most tokens of an answer: a CPU writes some thousand chats an hour of a small model."""
 
 HELD_OUT = 128
 """Most prompts to judge on: a quarter of all, and eight at least."""
@@ -63,8 +62,8 @@ HELD_OUT = 128
 LADDER = ((256, 200), (128, 200), (128, 0), (32, 0), (4, 0))
 """Calibration windows and steps of matching, from the best to the least."""
 
-LEAST_TOKENS = 1_000_000
-"""Fewest tokens that are worth a training."""
+LEAST_WINDOWS, LEAST_TOKENS = 16, 1_000_000
+"""Fewest windows of chats to calibrate (shorter ones of few chats) and to train on, and fewest tokens to train."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ def compress(
         raise InputError("--prompts with --chats", needed="one of them", remedy="--chats are answered already")
     texts = hashlib.sha256(json.dumps([one and read_documents(one) for one in (prompts, chats)]).encode()).hexdigest()
     where, dense = usable_device(device), Checkpoint(source_folder(model, revision))
-    options = {"pattern": pattern, "dtype": dtype, "rounding": rounding, "texts": texts}
+    options = {"pattern": pattern, "dtype": dtype, "rounding": rounding, "texts": texts}  # not the minutes
     known = {"options": options, "model": fingerprint(dense, dense.config), "device": where.type}
     run = _Run(dense, where, minutes, pattern, dtype, rounding)
     to = usable_path(destination, "destination")
@@ -174,7 +173,7 @@ class _Run:
         self.config = model_class(self.dense)[1]
         self.window = positions(self.config, RecoverOptions.window)
         largest = max(map(self.dense.stored, self.dense.files), key=lambda one: one.n_bytes)
-        self.own: Any = {name: dtype for dtype, name in STORED_NAMES.items()}.get(largest.dtype)
+        self.own: Any = TYPES.get(largest.dtype)
         if self.own not in FLOATS or MARKER_KEY in self.dense.config:
             raise CheckpointError(f"{self.dense.path} is quantised or pruned", needed="a dense model in a float type")
         experts = find_experts(build_meta_model(self.dense).model)  # layers of experts cannot be matched
@@ -182,7 +181,7 @@ class _Run:
         if state.exists():
             self.parts = read_json(state)
             return
-        least = self.fit(Calibration(DEFAULT, LADDER[-1][0], positions(self.config)))
+        least = self.fit(Calibration(DEFAULT, LADDER[-2][0], positions(self.config)))
         if (needed := least["seconds"] / 60 / OF_PRUNING) > self.minutes:
             needs = f"about {math.ceil(needed)} on {self.device.type}, to prune and round at all"
             raise InputError("--minutes", got=f"{self.minutes:g}", needed=needs, remedy="give more, or use a GPU")
@@ -226,20 +225,17 @@ class _Run:
             less = replace(layers, windows=layers.windows[:samples], matching=matching)
             return estimate_seconds(replace(plan, layers=less), self.device) or 0.0
 
-        enough = tokens >= (least := 16 * self.window)
-        for train, (samples, steps) in product((True, False) if enough else (False,), self.ladder):
+        least = LEAST_WINDOWS * self.window
+        for train, (samples, steps) in product((True, False), self.ladder):
             pruning, rounding = seconds(samples, steps), seconds(samples, 0) * train
-            trained = rate * (self.left() - pruning - rounding)
-            if pruning + rounding <= 60 * self.minutes * OF_PRUNING and (not train or trained >= LEAST_TOKENS):
+            trained = max(0, rate * (self.left() - pruning - rounding))
+            fits = pruning + rounding <= 60 * self.minutes * OF_PRUNING
+            if fits and (not train or (tokens >= least and trained >= LEAST_TOKENS)):
                 break
-        few = f"{max(trained, 0):.0f} tokens in the time left, where it needs {LEAST_TOKENS}"
-        few = few if enough else f"{tokens} tokens of chats, where it needs {least}"
+        few = f"{tokens} tokens of chats and time for {trained:.0f}, where it needs {least} and {LEAST_TOKENS}"
         best = self.ladder[0][1]
-        matched = (
-            f"with which pruning takes {describe_seconds(seconds(samples, best))}" if best else "which have experts"
-        )
-        left_out = [] if train else [f"no training: {few}"]
-        left_out += [] if steps else [f"no matching of layers, {matched}"]
+        takes = f"with which pruning takes {describe_seconds(seconds(samples, best))}" if best else "which have experts"
+        left_out = [f"no training: {few}"] * (not train) + [f"no matching of layers, {takes}"] * (not steps)
         how = {"samples": min(samples, len(layers.windows)), "length": layers.windows.shape[1], "match_steps": steps}
         return {"how": how, "train": train, "rounding": rounding, "seconds": pruning + rounding, "left_out": left_out}
 
@@ -247,8 +243,8 @@ class _Run:
         """Write chats in the seconds that are left of their share, or read given ones, and divide them by prompt."""
         file = self.out / "chats.jsonl"
         if chats is None and not file.exists():
-            longest = min(ChatOptions.max_tokens, positions(self.config) // 2)
-            options = ChatOptions(CHATS[self.device.type], prompts, longest)
+            count, longest = CHATS[self.device.type]
+            options = ChatOptions(count, prompts, min(longest, positions(self.config) // 2))
             minutes = max(self.minutes * OF_CHATS - spent / 60, 0.01)  # a few are written anyway
             write_chats_apart(self.dense.path, file, options, str(self.device), minutes)
         found = [one for one in read_documents(chats or file) if isinstance(one, Chat)]
@@ -261,7 +257,7 @@ class _Run:
         """Prune, in the type of the source if training follows."""
         if "how" not in part:
             tokens = len(tokens_of(read_documents(self.training), load_tokenizer(self.dense.path)))
-            length = min(positions(self.config), tokens)
+            length = min(positions(self.config), tokens, max(tokens // LEAST_WINDOWS, 512))
             part |= self.fit(Calibration(str(self.training), min(LADDER[0][0], tokens // length), length), tokens)
             write_json(self.state, self.parts)
         for line in part["left_out"]:

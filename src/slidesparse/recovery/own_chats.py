@@ -158,11 +158,8 @@ def write_chats_apart(model: Path, path: Path, options: ChatOptions, device: str
         write_chats(model, path, options, device, minutes)
         return
     words = [sys.executable, "-m", "slidesparse", "chats", str(model.resolve()), str(path), f"--device={device}"]
-    words += [
-        f"--{name.replace('_', '-')}={value}"
-        for name, value in {**asdict(options), "minutes": minutes}.items()
-        if value is not None
-    ]
+    given = {**asdict(options), "minutes": minutes}.items()
+    words += [f"--{name.replace('_', '-')}={value}" for name, value in given if value is not None]
     if subprocess.run(words, stdout=subprocess.DEVNULL, check=False).returncode:
         raise UnsupportedError("vLLM wrote no chats", remedy="see above; or: slidesparse chats --writer transformers")
 

@@ -29,9 +29,8 @@ TYPES = {name: dtype for dtype, name in STORED_NAMES.items()}
 @torch.no_grad()
 def round_as_stored(parameters: Mapping[str, torch.nn.Parameter], meta: MetaModel, checkpoint: Checkpoint) -> None:
     """Round parameters in place to the types in which :func:`gathered` writes them, so that these are evaluated."""
-    for name, parameter in parameters.items():
-        stored = checkpoint.stored(next(iter(sources(meta.names.origins[name]))))
-        parameter.copy_(parameter.to(TYPES[stored.dtype]))
+    for name, one in parameters.items():
+        one.copy_(one.to(TYPES[checkpoint.stored(sources(meta.names.origins[name])[0]).dtype]))
 
 
 def gathered(

@@ -127,14 +127,9 @@ def read_windows(folder: Path, config: Any, options: RecoverOptions) -> Windows:
 
 
 def _once(texts: Sequence[Sequence[Document]]) -> list[list[Document]]:
-    """Return the documents of texts, each where it comes first: a repeated one would be trained and evaluated on."""
-    seen: set[str] = set()
-    kept: list[list[Document]] = [[] for _ in texts]
-    for text, document in ((text, one) for text, inside in enumerate(texts) for one in inside):
-        key = hashlib.sha256(json.dumps([document, getattr(document, "tools", None)]).encode()).hexdigest()
-        if key not in seen:
-            seen.add(key)
-            kept[text].append(document)
-    if repeated := sum(map(len, texts)) - len(seen):
-        LOG.warning("%d documents of the texts are repetitions, and left out", repeated)
-    return kept
+    """Return the documents of texts, each once: a repeated one would be trained and evaluated on."""
+    placed = [(place, one) for place, text in enumerate(texts) for one in text]
+    once = {json.dumps([one, getattr(one, "tools", None)]): (place, one) for place, one in placed}
+    if len(once) < len(placed):
+        LOG.warning("%d documents of the texts are repetitions, and left out", len(placed) - len(once))
+    return [[one for at, one in once.values() if at == place] for place in range(len(texts))]

@@ -80,7 +80,7 @@ class TransformersWriter:
         require_causal(*model_class(Checkpoint(model)))
         self.model: Any = load_by_transformers(Checkpoint(model), torch.device(device), dtype)
         self.ends = list(ends)
-        self.at_once = min(self.at_once, self._fitting(length) if device.startswith("cuda") else 32 if fast else 8)
+        self.at_once = min(self.at_once, self._fitting(length) if device.startswith("cuda") else 16)
         usual = {"do_sample": True, "top_k": 0, "top_p": 1.0, "pad_token_id": 0, **SAMPLING}
         settings = need("transformers").GenerationConfig
         self.model.generation_config = settings(eos_token_id=self.ends or None, **usual)  # and nothing of a file
