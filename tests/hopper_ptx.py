@@ -158,13 +158,14 @@ def problem(
     backend: type[Hopper] = Hopper,
     out: int = OUT,
     columns: int = COLUMNS,
+    start: int = 0,
 ) -> tuple[Lifted, PackedWeight, torch.Tensor]:
-    """Activations in slabs, a weight, and the activations before they were lifted."""
+    """Activations in slabs, a weight from a position in a group on, and the activations before they were lifted."""
     torch.manual_seed(tokens)
-    weight = torch.randn(out, columns) * 30
-    weight = (weight * prune_mask(weight, pattern)).to(dtype)
+    weight = torch.randn(out, start + columns) * 30
+    weight = (weight * prune_mask(weight, pattern)).to(dtype)[:, start:]
     weight = weight & -4 if backend.value_bits == 6 else weight
-    packed = pack_by(weight, pattern, scale=torch.rand(out) if dtype.itemsize == 1 else None)
+    packed = pack_by(weight, pattern, scale=torch.rand(out) if dtype.itemsize == 1 else None, k_offset=start)
     x = torch.randn(tokens, columns).to(dtype if dtype.itemsize == 2 else torch.float32)
     values, scale = quantize_lift(x, backend.layout.column_map(packed), dtype, "hopper")
     return Lifted(values, scale, None), packed, x
