@@ -13,7 +13,7 @@ from tolerances import assert_product
 
 from slidesparse.gemm.ampere.backend import Ampere, AmpereSixBits
 from slidesparse.gemm.ampere.tiles import TILES, MmaTile
-from slidesparse.gemm.hopper.choose_tiles import Band
+from slidesparse.gemm.launch import Band
 from slidesparse.weights.quant import quantize_rows
 
 INT8, FP8, BF16, FP16, FP32 = torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32

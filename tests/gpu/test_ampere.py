@@ -17,10 +17,10 @@ from tolerances import FP8_TENSOR_CORE, assert_product
 
 from slidesparse.gemm.ampere.backend import Ampere, AmpereSixBits
 from slidesparse.gemm.ampere.tiles import TILES, Card, MmaTile, fitting
-from slidesparse.gemm.hopper.choose_tiles import Band
-from slidesparse.gemm.hopper.kernel import load_kernels
-from slidesparse.gemm.hopper.weights import StepForm
+from slidesparse.gemm.kernel import load_kernels
+from slidesparse.gemm.launch import Band
 from slidesparse.gemm.reference import apply_scales, product
+from slidesparse.gemm.steps import StepForm
 from slidesparse.layer.linear import SlideLinear
 
 pytestmark = [

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from slidesparse.gemm.ampere.compile import compile_variant
-from slidesparse.gemm.hopper.choose_tiles import SECOND_LAUNCH, TOKEN_STEP, Band
-from slidesparse.gemm.hopper.tiles import BLOCK_BYTES
-from slidesparse.gemm.hopper.weights import TILE_ROWS, StepForm, step_bytes
+from slidesparse.gemm.ampere.compile import options, sources
+from slidesparse.gemm.launch import SECOND_LAUNCH, TOKEN_STEP, Band
+from slidesparse.gemm.nvrtc import machine_code
+from slidesparse.gemm.steps import TILE_ROWS, StepForm, step_bytes
 from slidesparse.lifting.layout import SLAB_BYTES
 
 FEWEST_STAGES, MOST_STAGES = 3, 8
@@ -117,7 +117,8 @@ class MmaTile:
         self, dtype: torch.dtype, out_dtype: torch.dtype, device: int, grouped: bool, count_bits: int, value_bits: int
     ) -> bytes:
         """Return the machine code for a device; see :meth:`slidesparse.gemm.hopper.tiles.Tile.compile`."""
-        return compile_variant(self, dtype, out_dtype, value_bits, torch.cuda.get_device_capability(device))
+        arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+        return machine_code(sources(), options(self, dtype, out_dtype, value_bits, arch))
 
 
 class Card(NamedTuple):
@@ -144,8 +145,7 @@ class Card(NamedTuple):
         """Return those of a CUDA device."""
         about = torch.cuda.get_device_properties(device)
         whole_rate = (about.major, about.minor) in ((8, 0), (9, 0), (10, 0), (10, 3))
-        shared = about.shared_memory_per_multiprocessor - BLOCK_BYTES
-        return cls(about.multi_processor_count, shared, 2 if whole_rate else 4)
+        return cls(about.multi_processor_count, about.shared_memory_per_block_optin, 2 if whole_rate else 4)
 
 
 TILES = (  # those of few tokens split K among warps that need not wait for each other
@@ -167,7 +167,7 @@ TILES = (  # those of few tokens split K among warps that need not wait for each
 
 
 def choose(tokens: int, channels: int, form: StepForm, itemsize: int, device: int) -> tuple[Band, ...]:
-    """Return the launches of a product: see :data:`slidesparse.gemm.hopper.choose_tiles.Choose`."""
+    """Return the launches of a product: see :data:`slidesparse.gemm.launch.Choose`."""
     rounded = -(-tokens // TOKEN_STEP) * TOKEN_STEP  # a choice takes a fifth of a millisecond, a server has any number
     return choose_bands(rounded, channels, form, itemsize, Card.of(device))
 

@@ -14,11 +14,8 @@ from typing import TypeVar
 import torch
 
 from slidesparse.gemm.hopper.compile import cubin
-from slidesparse.gemm.hopper.weights import PLANE_BYTES, TILE_ROWS, VALUE_BYTES, step_bytes, value_bytes
+from slidesparse.gemm.steps import PLANE_BYTES, TILE_ROWS, VALUE_BYTES, step_bytes, value_bytes
 from slidesparse.lifting.layout import SLAB_BYTES
-
-GROUP = 16
-"""Row tiles that neighbouring blocks cycle through. From 4 to 32 there was no difference beyond noise."""
 
 PIECE_TOKENS = 32
 """Tokens whose results a warpgroup transposes at a time."""
