@@ -12,7 +12,8 @@ from slidesparse import UnsupportedError
 from slidesparse.gemm import nvrtc
 from slidesparse.gemm.hopper import compile as hopper_compile
 from slidesparse.gemm.hopper.compile import cubin, options, sources
-from slidesparse.gemm.hopper.tiles import BLOCK_BYTES, DENSE_TILES, MULTIPROCESSOR_BYTES, TILES, Tile
+from slidesparse.gemm.hopper.tiles import DENSE_TILES, MULTIPROCESSOR_BYTES, TILES, Tile
+from slidesparse.gemm.kernel import BLOCK_BYTES
 from slidesparse.gemm.nvrtc import OUTPUTS, TYPES, compile_sources
 
 TILE = min(TILES, key=lambda tile: tile.tokens)

@@ -16,6 +16,9 @@ from slidesparse.errors import UnsupportedError, first_line
 AnyTile: TypeAlias = Any
 """The geometry of a variant: any with attributes and methods of :class:`slidesparse.gemm.hopper.tiles.Tile`."""
 
+BLOCK_BYTES = 1024
+"""Shared memory that the system takes for each block (CUDA programming guide, from compute capability 8.0 on)."""
+
 INVALID_CONTEXT = 201
 """CUDA_ERROR_INVALID_CONTEXT: nothing has called the CUDA runtime in this thread yet."""
 

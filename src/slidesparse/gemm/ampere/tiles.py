@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from slidesparse.gemm.ampere.compile import options, sources
+from slidesparse.gemm.kernel import BLOCK_BYTES
 from slidesparse.gemm.launch import SECOND_LAUNCH, TOKEN_STEP, Band
 from slidesparse.gemm.nvrtc import machine_code
 from slidesparse.gemm.steps import TILE_ROWS, StepForm, step_bytes
@@ -145,7 +146,8 @@ class Card(NamedTuple):
         """Return those of a CUDA device."""
         about = torch.cuda.get_device_properties(device)
         whole_rate = (about.major, about.minor) in ((8, 0), (9, 0), (10, 0), (10, 3))
-        return cls(about.multi_processor_count, about.shared_memory_per_block_optin, 2 if whole_rate else 4)
+        shared = about.shared_memory_per_multiprocessor - BLOCK_BYTES
+        return cls(about.multi_processor_count, shared, 2 if whole_rate else 4)
 
 
 TILES = (  # those of few tokens split K among warps that need not wait for each other
