@@ -22,7 +22,7 @@ import torch
 
 from slidesparse.gemm.ampere.compile import options, sources
 from slidesparse.gemm.ampere.tiles import TILES, MmaTile
-from slidesparse.gemm.hopper.compile import compile_sources
+from slidesparse.gemm.nvrtc import compile_sources
 
 REGISTERS, WARP_REGISTERS, BLOCK_BYTES = 64 << 10, 256, 1 << 10
 """Of a multiprocessor; the unit in which a warp gets them; and shared memory that the driver takes for a block."""

@@ -23,14 +23,13 @@ import torch
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.choose_tiles import (
     MULTIPROCESSORS,
-    SECOND_LAUNCH,
-    Band,
     blocks_of,
     cheapest,
     cycles_of,
     two_bands,
 )
 from slidesparse.gemm.hopper.tiles import Tile
+from slidesparse.gemm.launch import SECOND_LAUNCH, Band
 from slidesparse.tuning.timing import CudaStopwatch
 from slidesparse_bench import environment
 from slidesparse_bench.interleaved import interleave

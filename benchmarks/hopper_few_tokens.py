@@ -30,7 +30,7 @@ import torch
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
 from slidesparse.gemm.hopper.choose_tiles import MULTIPROCESSORS, blocks_of, cycles_of
 from slidesparse.gemm.hopper.tiles import DENSE_TILES, TILES, Tile
-from slidesparse.gemm.hopper.weights import BLOCKS, ROWS, STEP_BYTES, TILE_ROWS, ZERO_NIBBLE, step_bytes
+from slidesparse.gemm.steps import BLOCKS, ROWS, STEP_BYTES, TILE_ROWS, ZERO_NIBBLE, step_bytes
 from slidesparse.lifting.layout import SLAB_BYTES
 from slidesparse.tuning.timing import CudaStopwatch, Pass, copies_needed, copies_of
 from slidesparse.weights.pattern import DENSE, Pattern

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 
 from slidesparse.gemm.ampere.tiles import Card as ChoiceCard
 from slidesparse.gemm.ampere.tiles import choose_bands, fitting
-from slidesparse.gemm.hopper.choose_tiles import Band
-from slidesparse.gemm.hopper.weights import StepForm
+from slidesparse.gemm.launch import Band
+from slidesparse.gemm.steps import StepForm
 from slidesparse.lifting.layout import SLAB_BYTES
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse_bench.known_models import LAYERS, MODELS

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.hopper.weights import SLABS
+from slidesparse.gemm.steps import SLABS
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.pruning import prune_mask
 from slidesparse.weights.packed import PackedWeight, pack_by

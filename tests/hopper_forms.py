@@ -8,7 +8,7 @@ import torch
 
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.grouped import HopperExperts
-from slidesparse.gemm.hopper.weights import METADATA, StepForm, bundle_bytes
+from slidesparse.gemm.steps import METADATA, StepForm, bundle_bytes
 from slidesparse.lifting.layout import BUNDLE
 from slidesparse.weights.packed import PackedWeight
 from slidesparse.weights.pattern import COUNTED

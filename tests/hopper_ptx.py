@@ -12,16 +12,15 @@ from ptx_emulator.program import Program
 from ptx_emulator.state import GlobalMemory
 from slab_views import slab_view
 
+from slidesparse.gemm import launch
 from slidesparse.gemm.ampere import compile as ampere
 from slidesparse.gemm.ampere.tiles import MmaTile
-from slidesparse.gemm.hopper import launch
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.hopper.choose_tiles import AnyTile, Band
 from slidesparse.gemm.hopper.compile import options, sources
-from slidesparse.gemm.hopper.kernel import Arguments
-from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses
-from slidesparse.gemm.hopper.weights import SLABS
+from slidesparse.gemm.kernel import AnyTile, Arguments
+from slidesparse.gemm.launch import BIAS_TYPES, Band, WeightAddresses
 from slidesparse.gemm.reference import apply_scales, product
+from slidesparse.gemm.steps import SLABS
 from slidesparse.lifting.layout import Lifted
 from slidesparse.ops import quantize_lift
 from slidesparse.pruning import prune_mask
@@ -62,7 +61,7 @@ def program(
 
 
 class EmulatedKernel:
-    """A variant, as :class:`slidesparse.gemm.hopper.launch.Kernel` has it.
+    """A variant, as :class:`slidesparse.gemm.launch.Kernel` has it.
 
     Args:
         memory: The tensors that it may touch.
@@ -91,11 +90,11 @@ class EmulatedKernel:
         self.program = program(tile, *types, count_bits, value_bits, grouped, edit)
 
     def grid(self, tiles: int) -> int:
-        """See :meth:`slidesparse.gemm.hopper.launch.Kernel.grid`."""
+        """See :meth:`slidesparse.gemm.launch.Kernel.grid`."""
         return min(tiles, MULTIPROCESSORS) if self.tile.cluster == 1 else tiles * self.tile.cluster
 
     def launch(self, arguments: Arguments, grid: int, stream: int = 0) -> None:
-        """See :meth:`slidesparse.gemm.hopper.launch.Kernel.launch`."""
+        """See :meth:`slidesparse.gemm.launch.Kernel.launch`."""
         Machine(
             self.program,
             bytes(arguments),
@@ -144,7 +143,7 @@ def run_product(
     with patch.object(launch, "load_kernel", load), patch.object(launch, "current_stream", lambda device: 0):
         sizes = x.values.shape, x.values.dtype, backend().form_of(steps), steps.shape, channels, out_dtype
         launch._launch.cache_clear()  # it holds kernels with the memory of another product
-        product = launch.find_launch(*sizes, 0, tile)
+        product = launch.find_launch(*sizes, 0, backend.choose, tile)
         product.launch(memory.add(slabs), None if x.scale is None else memory.add(x.scale), weight, memory.add(y))
         launch._launch.cache_clear()
     assert bool((y[tokens * channels :] == 7).all()), "the kernel wrote past its results"
@@ -158,13 +157,14 @@ def problem(
     backend: type[Hopper] = Hopper,
     out: int = OUT,
     columns: int = COLUMNS,
+    start: int = 0,
 ) -> tuple[Lifted, PackedWeight, torch.Tensor]:
-    """Activations in slabs, a weight, and the activations before they were lifted."""
+    """Activations in slabs, a weight from a position in a group on, and the activations before they were lifted."""
     torch.manual_seed(tokens)
-    weight = torch.randn(out, columns) * 30
-    weight = (weight * prune_mask(weight, pattern)).to(dtype)
+    weight = torch.randn(out, start + columns) * 30
+    weight = (weight * prune_mask(weight, pattern)).to(dtype)[:, start:]
     weight = weight & -4 if backend.value_bits == 6 else weight
-    packed = pack_by(weight, pattern, scale=torch.rand(out) if dtype.itemsize == 1 else None)
+    packed = pack_by(weight, pattern, scale=torch.rand(out) if dtype.itemsize == 1 else None, k_offset=start)
     x = torch.randn(tokens, columns).to(dtype if dtype.itemsize == 2 else torch.float32)
     values, scale = quantize_lift(x, backend.layout.column_map(packed), dtype, "hopper")
     return Lifted(values, scale, None), packed, x

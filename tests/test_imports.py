@@ -44,6 +44,7 @@ FORBIDDEN = {
         "slidesparse.gemm.cusparselt",
         "slidesparse.gemm.ampere",
     },  # a backend can be deleted without touching another
+    "gemm/ampere": {"slidesparse.gemm.cusparselt", "slidesparse.gemm.hopper"},
     "gemm/cusparselt": {"slidesparse.gemm.hopper", "slidesparse.gemm.ampere"},
     "layer": {"json", "pathlib", "safetensors"},  # a layer never sees files
     "models": {"json", "pathlib", "safetensors"},

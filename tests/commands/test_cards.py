@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slidesparse.gemm import Problem, cards, get_backend
+from slidesparse.gemm import Problem, cards, get_backend, step_backend
 from slidesparse.gemm.cards import CARDS, find_card
 from slidesparse.gemm.cusparselt import api
 from slidesparse.gemm.cusparselt import backend as cusparselt
-from slidesparse.gemm.hopper import backend as hopper
 from slidesparse.weights.pattern import Pattern
 
 
@@ -41,8 +40,8 @@ def test_the_named_backends_are_those_that_do_not_refuse(card: cards.Card, monke
     monkeypatch.setattr(api, "load_library", lambda: SimpleNamespace(version=(0, 10, 0)))
     monkeypatch.setattr(cusparselt, "device_index", lambda _: 0)
     monkeypatch.setattr(cusparselt, "handle_of", lambda _: None)
-    monkeypatch.setattr(hopper, "nvrtc_version", lambda: (13, 0))
-    monkeypatch.setattr(hopper, "driver_version", lambda: 13)
+    monkeypatch.setattr(step_backend, "nvrtc_version", lambda: (13, 0))
+    monkeypatch.setattr(step_backend, "driver_version", lambda: 13)
     for dtype in cards.TYPES:
         problem = Problem(Pattern(6, 8), dtype, 64, 64, torch.device("cuda"))
         able = [name for name in ("hopper", "cusparselt", "ampere") if get_backend(name).why_not(problem) is None]

@@ -13,7 +13,7 @@ from tolerances import assert_product
 
 from slidesparse.gemm.ampere.backend import Ampere, AmpereSixBits
 from slidesparse.gemm.ampere.tiles import TILES, MmaTile
-from slidesparse.gemm.hopper.choose_tiles import Band
+from slidesparse.gemm.launch import Band
 from slidesparse.weights.quant import quantize_rows
 
 INT8, FP8, BF16, FP16, FP32 = torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32
@@ -25,10 +25,10 @@ FORMS = [("2:4", Ampere), ("6:8", Ampere), ("dense", Ampere), ("6:8", AmpereSixB
 
 def assert_exact(
     tile: MmaTile, pattern: str, tokens: int, backend: type[Ampere], out_dtype: torch.dtype = BF16,
-    out: int = OUT, columns: int = COLUMNS,
+    out: int = OUT, columns: int = COLUMNS, start: int = 0,
 ) -> None:  # fmt: skip
     """The bits of the definition, of what was neither packed nor lifted."""
-    lifted, packed, x = problem(pattern, INT8, tokens, backend, out, columns)
+    lifted, packed, x = problem(pattern, INT8, tokens, backend, out, columns, start)
     tile, bias = replace(tile, dense=pattern == "dense"), torch.randn(out).to(out_dtype)
     found = run_product(lifted, packed, tile, out_dtype, bias, backend=backend)
     assert torch.equal(found, expected(x, packed, out_dtype, bias))
@@ -59,6 +59,12 @@ def test_two_bands_are_one_product(pattern: str, backend: type[Ampere]) -> None:
 @pytest.mark.parametrize("out_dtype", [BF16, FP16, FP32], ids=str)
 def test_ragged_tokens_and_every_output(tokens: int, out_dtype: torch.dtype) -> None:
     assert_exact(SMALL, "6:8", tokens, Ampere, out_dtype)
+
+
+@pytest.mark.parametrize(("pattern", "start"), [("2:4", 1), ("4:6", 4), ("8:10", 7)])
+def test_a_shard_that_starts_inside_a_group(pattern: str, start: int) -> None:
+    for backend in (Ampere, AmpereSixBits):
+        assert_exact(TEAMS, pattern, 5, backend, columns=77, start=start)
 
 
 @pytest.mark.parametrize(("out", "columns"), [(1, 4), (257, 36), (40, 1500)])

@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 
 from slidesparse.gemm.ampere.tiles import TILES, Card, MmaTile, cheapest, choose_bands, fitting
-from slidesparse.gemm.hopper.choose_tiles import TOKEN_STEP
-from slidesparse.gemm.hopper.weights import StepForm
+from slidesparse.gemm.launch import TOKEN_STEP
+from slidesparse.gemm.steps import StepForm
 
 A100, H200, L40S = Card(108, 166_912, 2), Card(132, 232_448, 2), Card(142, 101_376, 4)
 CARDS = {"A100": A100, "H200": H200, "L40S": L40S}

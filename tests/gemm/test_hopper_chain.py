@@ -13,10 +13,10 @@ import torch
 
 from slidesparse import InputError
 from slidesparse.base.log import log_once
-from slidesparse.gemm.hopper import chain as hopper_chain
-from slidesparse.gemm.hopper.chain import CheckedWeight, HopperChain, KnownWeights
-from slidesparse.gemm.hopper.launch import WeightAddresses
+from slidesparse.gemm import step_chain
+from slidesparse.gemm.launch import WeightAddresses
 from slidesparse.gemm.spec import Slots
+from slidesparse.gemm.step_chain import CheckedWeight, KnownWeights, StepChain
 from slidesparse.lifting.addresses import LiftInputs
 from slidesparse.lifting.layout import LinearTensors
 
@@ -28,7 +28,7 @@ ONE_BY_ONE = torch.empty(0), None
 EACH: list[Any] = []
 """What the default was given."""
 
-Chain = tuple[HopperChain, list["Linear"], list[torch.Tensor]]
+Chain = tuple[StepChain, list["Linear"], list[torch.Tensor]]
 
 
 def at(address: int | None, rows: int, columns: int, stride: int) -> torch.Tensor:
@@ -103,8 +103,8 @@ def block(prologues: tuple[str, ...] = PROLOGUES, sizes: list[tuple[int, int]] =
         eps = 0.5 if norm_weight is not None else 0.0
         slots = Slots(range(start, start + 2), start + 2, None, norm_weight, prologue == "add_rms_norm", eps)
         linears.append((linear, slots))
-    hopper_chain._known.cache_clear()
-    return HopperChain(linears), [linear for linear, _ in linears], tensors  # type: ignore[arg-type]
+    step_chain._known.cache_clear()
+    return StepChain(linears), [linear for linear, _ in linears], tensors  # type: ignore[arg-type]
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,13 +134,13 @@ def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def poisoned(rows: int, columns: int) -> torch.Tensor:
         return torch.full((rows, columns), torch.nan)
 
-    monkeypatch.setattr(hopper_chain, "empty_here", empty_here)
+    monkeypatch.setattr(step_chain, "empty_here", empty_here)
 
     def each(x: torch.Tensor, residual: torch.Tensor | None, tensors: list[torch.Tensor]) -> Any:
         EACH[:] = x, residual, tensors
         return ONE_BY_ONE
 
-    monkeypatch.setattr(hopper_chain, "OneByOne", lambda linears: each)
+    monkeypatch.setattr(step_chain, "OneByOne", lambda linears: each)
     log_once.cache_clear()
 
 
@@ -193,7 +193,7 @@ def test_chains_of_another_kind_check_the_same_tensors_for_themselves() -> None:
             others[1].kind = ("another type",)
         else:
             slots[1] = slots[1]._replace(scale=slots[0].scale)
-        other = HopperChain(list(zip(others, slots, strict=True)))  # type: ignore[arg-type]
+        other = StepChain(list(zip(others, slots, strict=True)))  # type: ignore[arg-type]
         assert chain(*inputs(), tensors) is not ONE_BY_ONE
         assert other(*inputs(), tensors) is not ONE_BY_ONE
         assert [linear.checks for linear in others] == [1, 1]
@@ -226,7 +226,7 @@ ROWS = "activations or residual are not aligned rows on the current device"
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Reasons that were logged since this was asked for the last time."""
-    start = f"slidesparse: a chain of 4 linears on hopper ({WIDE} -> {HIDDEN + 16}) run one by one: "
+    start = f"slidesparse: a chain of 4 linears ({WIDE} -> {HIDDEN + 16}) run one by one: "
     assert all(message.startswith(start) for message in caplog.messages)
     reasons = [message.removeprefix(start) for message in caplog.messages]
     caplog.clear()
@@ -287,7 +287,7 @@ def test_linears_that_do_not_fit_each_other_are_run_one_by_one(
     for _ in range(2):
         assert chain(*inputs(), tensors) is ONE_BY_ONE
     (message,) = caplog.messages
-    assert message.startswith(f"slidesparse: a chain of {len(sizes)} linears on hopper ")
+    assert message.startswith(f"slidesparse: a chain of {len(sizes)} linears ")
     aligned = all(linear.out % 16 == 0 for linear in linears)
     assert message.endswith("as the one before it gives" if aligned else "rows that are no multiple of 16 numbers")
 

@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from slidesparse import UnsupportedError
+from slidesparse.gemm import nvrtc
 from slidesparse.gemm.hopper import compile as hopper_compile
-from slidesparse.gemm.hopper.compile import OUTPUTS, TYPES, compile_sources, cubin, options, sources
-from slidesparse.gemm.hopper.tiles import BLOCK_BYTES, DENSE_TILES, MULTIPROCESSOR_BYTES, TILES, Tile
+from slidesparse.gemm.hopper.compile import cubin, options, sources
+from slidesparse.gemm.hopper.tiles import DENSE_TILES, MULTIPROCESSOR_BYTES, TILES, Tile
+from slidesparse.gemm.kernel import BLOCK_BYTES
+from slidesparse.gemm.nvrtc import OUTPUTS, TYPES, compile_sources
 
 TILE = min(TILES, key=lambda tile: tile.tokens)
 
@@ -122,7 +125,7 @@ def _compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(1)
         return compile_sources(files, opts)
 
-    monkeypatch.setattr(hopper_compile, "compile_sources", counted)
+    monkeypatch.setattr(nvrtc, "compile_sources", counted)
     return calls
 
 

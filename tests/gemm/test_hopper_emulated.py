@@ -13,10 +13,11 @@ from tolerances import assert_product
 
 from slidesparse.gemm.hopper import grouped
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
-from slidesparse.gemm.hopper.choose_tiles import DENSE_GROUPED_TILES, GROUPED_TILES, Band
+from slidesparse.gemm.hopper.choose_tiles import DENSE_GROUPED_TILES, GROUPED_TILES
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.tiles import DENSE_TILES, TILES, Tile
-from slidesparse.gemm.hopper.weights import SLABS
+from slidesparse.gemm.launch import Band
+from slidesparse.gemm.steps import SLABS
 from slidesparse.lifting.expert_order import arrange
 from slidesparse.lifting.layout import Lifted
 from slidesparse.ops import quantize_lift

@@ -12,11 +12,12 @@ from expert_weights import packed_experts
 from slidesparse import InputError
 from slidesparse.gemm.hopper import grouped
 from slidesparse.gemm.hopper.choose_tiles import GROUPED_TILES
-from slidesparse.gemm.hopper.compile import compile_sources, options, sources
+from slidesparse.gemm.hopper.compile import options, sources
 from slidesparse.gemm.hopper.grouped import HopperExperts
-from slidesparse.gemm.hopper.kernel import Arguments
 from slidesparse.gemm.hopper.tiles import Tile
-from slidesparse.gemm.hopper.weights import unpack_steps
+from slidesparse.gemm.kernel import Arguments
+from slidesparse.gemm.nvrtc import compile_sources
+from slidesparse.gemm.steps import unpack_steps
 from slidesparse.layer.weight_form import unlifted
 from slidesparse.lifting.expert_order import arrange
 from slidesparse.lifting.layout import Lifted

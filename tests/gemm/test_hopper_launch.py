@@ -13,14 +13,15 @@ import pytest
 import torch
 
 from slidesparse import InputError, UnsupportedError
-from slidesparse.gemm.hopper import kernel as hopper_kernel
-from slidesparse.gemm.hopper import launch as hopper_launch
+from slidesparse.gemm import kernel as kernels
+from slidesparse.gemm import launch
 from slidesparse.gemm.hopper import tiles as hopper_tiles
+from slidesparse.gemm.hopper.choose_tiles import choose_for
 from slidesparse.gemm.hopper.compile import sources
-from slidesparse.gemm.hopper.kernel import Arguments, Kernel, load_kernel
-from slidesparse.gemm.hopper.launch import WeightAddresses, find_launch
 from slidesparse.gemm.hopper.tiles import Tile
-from slidesparse.gemm.hopper.weights import StepForm
+from slidesparse.gemm.kernel import Arguments, Kernel, load_kernel
+from slidesparse.gemm.launch import WeightAddresses, find_launch
+from slidesparse.gemm.steps import StepForm
 from slidesparse.lifting.layout import ColumnOrder
 
 driver = pytest.importorskip("cuda.bindings.driver")
@@ -55,7 +56,7 @@ class Listener:
 @pytest.fixture(autouse=True)
 def _h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=132))
-    multiprocessors = hopper_kernel.multiprocessors
+    multiprocessors = kernels.multiprocessors
     multiprocessors.cache_clear()
     yield
     multiprocessors.cache_clear()
@@ -65,7 +66,7 @@ def _h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def listen(monkeypatch: pytest.MonkeyPatch) -> Any:
     def start(*answers: int) -> Listener:
         listener = Listener(*answers)
-        monkeypatch.setattr(hopper_kernel, "_driver", lambda: listener.driver)
+        monkeypatch.setattr(kernels, "_driver", lambda: listener.driver)
         return listener
 
     return start
@@ -146,9 +147,9 @@ def shapes(order: ColumnOrder, itemsize: int, out: int) -> tuple[StepForm, torch
 
 
 def test_sizes_that_do_not_fit_are_refused_before_a_kernel_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_launch, "load_kernel", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(launch, "load_kernel", lambda *_: pytest.fail("loaded"))
     form, steps = shapes(ORDER, 1, OUT)
-    x, rest = torch.Size((70, ORDER.k_packed)), (OUT, torch.bfloat16, 0)
+    x, rest = torch.Size((70, ORDER.k_packed)), (OUT, torch.bfloat16, 0, choose_for)
     for activations, operand, out in (
         (torch.Size((70, ORDER.k_packed - 128)), (form, steps), OUT),
         (x, (form, steps), 513),
@@ -159,12 +160,12 @@ def test_sizes_that_do_not_fit_are_refused_before_a_kernel_is_loaded(monkeypatch
         with pytest.raises(InputError):
             find_launch(activations, torch.int8, *operand, out, *rest[1:])
     with pytest.raises(InputError):
-        find_launch(x, torch.int8, form, steps, OUT, torch.float64, 0)
+        find_launch(x, torch.int8, form, steps, OUT, torch.float64, 0, choose_for)
 
 
 def test_where_there_is_nothing_to_compute_no_kernel_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_launch, "load_kernel", lambda *_: pytest.fail("loaded"))
-    x, types = torch.Size((70, ORDER.k_packed)), (torch.bfloat16, 0)
+    monkeypatch.setattr(launch, "load_kernel", lambda *_: pytest.fail("loaded"))
+    x, types = torch.Size((70, ORDER.k_packed)), (torch.bfloat16, 0, choose_for)
     no_tokens = find_launch(torch.Size((0, ORDER.k_packed)), torch.int8, *shapes(ORDER, 1, OUT), OUT, *types)
     no_outputs = find_launch(x, torch.int8, *shapes(ORDER, 1, 0), 0, *types)
     for nothing in (no_tokens, no_outputs, no_outputs.for_tokens(900)):
@@ -187,7 +188,7 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> Any:
         return lambda *given: told.calls.append((name, *given)) or (told.status.get(name, 0), *made)
 
     named = {name: call(name) for name in CALLS} | {"CUfunction_attribute": driver.CUfunction_attribute}
-    monkeypatch.setattr(hopper_kernel, "_driver", lambda: SimpleNamespace(**named))
+    monkeypatch.setattr(kernels, "_driver", lambda: SimpleNamespace(**named))
     monkeypatch.setattr(hopper_tiles, "cubin", lambda *given: given)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
@@ -230,8 +231,8 @@ def test_nothing_is_loaded_while_a_graph_is_captured(loading: Any, monkeypatch: 
 
 def test_a_driver_has_the_major_version_of_its_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[Any] = [(0, 13020), (100, 0)]
-    monkeypatch.setattr(hopper_kernel, "_driver", lambda: SimpleNamespace(cuDriverGetVersion=lambda: answers.pop(0)))
-    version = hopper_kernel.driver_version.__wrapped__
+    monkeypatch.setattr(kernels, "_driver", lambda: SimpleNamespace(cuDriverGetVersion=lambda: answers.pop(0)))
+    version = kernels.driver_version.__wrapped__
     assert version() == 13
     with pytest.raises(UnsupportedError):
         version()
@@ -241,7 +242,7 @@ def test_a_driver_has_the_major_version_of_its_cuda(monkeypatch: pytest.MonkeyPa
 def test_what_a_warm_up_loads_is_loaded_for_launches(loading: Any, grouped: bool) -> None:
     given = PLAIN, torch.int8, torch.bfloat16, 99, 3, 8, grouped  # a device that no other test has
     try:
-        hopper_kernel.load_kernels([PLAIN], *given[1:-1], grouped=grouped)
+        kernels.load_kernels([PLAIN], *given[1:-1], grouped=grouped)
         load_kernel(*given)
         loads = [code for name, *code in loading.calls if name == "cuModuleLoadData"]
         assert loads == [[(PLAIN, torch.int8, torch.bfloat16, grouped, 3, 8)]]

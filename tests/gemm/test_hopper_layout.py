@@ -12,8 +12,8 @@ from hopper_forms import Bundles, SixBitBundles
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.ampere.backend import Ampere
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
-from slidesparse.gemm.hopper.weights import COUNTS, StepForm, bundle_of
 from slidesparse.gemm.select import BACKENDS
+from slidesparse.gemm.steps import COUNTS, StepForm, bundle_of
 from slidesparse.layer.weight_form import WeightForm
 from slidesparse.lifting.layout import BUNDLE, ColumnOrder
 from slidesparse.pruning import prune_mask

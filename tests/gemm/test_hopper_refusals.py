@@ -12,10 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from slidesparse.gemm import Problem, get_backend
-from slidesparse.gemm.hopper import backend as hopper
-from slidesparse.gemm.hopper import compile as hopper_compile
-from slidesparse.gemm.hopper import kernel as hopper_kernel
+from slidesparse.gemm import Problem, get_backend, kernel, nvrtc, step_backend
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.weights.packed import pack_by
 from slidesparse.weights.pattern import DENSE, Pattern
@@ -23,7 +20,7 @@ from slidesparse.weights.pattern import DENSE, Pattern
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
-    cached = (hopper_compile._nvrtc, hopper_compile.nvrtc_version, hopper_kernel._driver, hopper_kernel.driver_version)
+    cached = (nvrtc._nvrtc, nvrtc.nvrtc_version, kernel._driver, kernel.driver_version)
     for function in cached:
         function.cache_clear()
     yield
@@ -69,8 +66,8 @@ def test_no_bindings(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_old_or_broken_compiler(
     h200: None, monkeypatch: pytest.MonkeyPatch, version: tuple[int, int, int], says: str
 ) -> None:
-    monkeypatch.setattr(hopper_compile, "_nvrtc", lambda: SimpleNamespace(nvrtcVersion=lambda: version))
-    hopper_compile.nvrtc_version.cache_clear()
+    monkeypatch.setattr(nvrtc, "_nvrtc", lambda: SimpleNamespace(nvrtcVersion=lambda: version))
+    nvrtc.nvrtc_version.cache_clear()
     assert _why_not() == says
     monkeypatch.undo()  # before the fixture clears caches that the fake does not have
 
@@ -79,7 +76,7 @@ def test_no_compiler(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise RuntimeError("libnvrtc.so not found")
 
-    monkeypatch.setattr(hopper_compile, "_nvrtc", lambda: SimpleNamespace(nvrtcVersion=missing))
+    monkeypatch.setattr(nvrtc, "_nvrtc", lambda: SimpleNamespace(nvrtcVersion=missing))
     got = "RuntimeError: libnvrtc.so not found"
     assert _why_not() == f"NVRTC cannot be loaded; got {got}; pip install nvidia-cuda-nvrtc"
     monkeypatch.undo()
@@ -89,8 +86,8 @@ def test_no_compiler(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_driver_older_than_the_compiler(
     h200: None, monkeypatch: pytest.MonkeyPatch, driver: int, says: str | None
 ) -> None:
-    monkeypatch.setattr(hopper, "nvrtc_version", lambda: (13, 0))
-    monkeypatch.setattr(hopper, "driver_version", lambda: driver)
+    monkeypatch.setattr(step_backend, "nvrtc_version", lambda: (13, 0))
+    monkeypatch.setattr(step_backend, "driver_version", lambda: driver)
     why = _why_not()
     assert why is None if says is None else why is not None and why.startswith(says)
 
@@ -99,8 +96,8 @@ def test_no_driver(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise RuntimeError("Failed to dlopen libcuda.so.1")
 
-    monkeypatch.setattr(hopper, "nvrtc_version", lambda: (13, 0))
-    monkeypatch.setattr(hopper_kernel, "_driver", lambda: SimpleNamespace(cuDriverGetVersion=missing))
+    monkeypatch.setattr(step_backend, "nvrtc_version", lambda: (13, 0))
+    monkeypatch.setattr(kernel, "_driver", lambda: SimpleNamespace(cuDriverGetVersion=missing))
     got = "RuntimeError: Failed to dlopen libcuda.so.1"
     assert _why_not() == f"the CUDA driver cannot be loaded; got {got}; install the NVIDIA driver"
     monkeypatch.undo()

@@ -7,13 +7,15 @@ import re
 
 import pytest
 
-from slidesparse.gemm.hopper.backend import REVISION
-from slidesparse.gemm.hopper.choose_tiles import CLUSTER_MULTIPROCESSORS, SECOND_LAUNCH, TWO_BAND_TOKENS
-from slidesparse.gemm.hopper.compile import FOLDER, SHARED
-from slidesparse.gemm.hopper.tiles import DENSE_TILES, GROUP, TILES
+from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.hopper.choose_tiles import CLUSTER_MULTIPROCESSORS, TWO_BAND_TOKENS
+from slidesparse.gemm.hopper.compile import FOLDER
+from slidesparse.gemm.hopper.tiles import DENSE_TILES, TILES
+from slidesparse.gemm.launch import GROUP, SECOND_LAUNCH
+from slidesparse.gemm.nvrtc import SHARED
 
 KERNELS = {"hopper-7": "f177ae5c44301be0"}
-"""Revision -> digest of the kernel and its tiles. Where the test fails: count ``REVISION`` up, so that users'
+"""Revision -> digest of the kernel and its tiles. Where the test fails: count ``Hopper.revision`` up, so that users'
 times are measured again, and write the new pair here; or, when no time has changed, the new digest alone."""
 
 
@@ -33,7 +35,7 @@ def digest(source: str) -> str:
 def test_a_changed_kernel_has_a_new_revision() -> None:
     sources = [path for folder in (FOLDER, SHARED) for path in sorted(folder.iterdir()) if path.suffix[:3] == ".cu"]
     source = "\n".join(path.read_text(encoding="utf-8") for path in sources)
-    assert {REVISION: digest(source)} == KERNELS
+    assert {Hopper.revision: digest(source)} == KERNELS
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from slidesparse.base.log import log_once
-from slidesparse.gemm import dense
+from slidesparse.gemm import dense, step_linear
 from slidesparse.gemm.dense import DenseLinear
-from slidesparse.gemm.hopper import linear as hopper_linear
-from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses
-from slidesparse.gemm.hopper.linear import HopperLinear
-from slidesparse.gemm.hopper.weights import StepForm
+from slidesparse.gemm.launch import BIAS_TYPES, WeightAddresses
+from slidesparse.gemm.step_linear import StepLinear
+from slidesparse.gemm.steps import StepForm
 from slidesparse.lifting.addresses import LiftInputs
 from slidesparse.lifting.layout import ColumnOrder, LinearTensors
 
@@ -78,7 +77,7 @@ class Parts:
 
 @pytest.fixture(autouse=True)
 def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (hopper_linear, dense):
+    for module in (step_linear, dense):
         monkeypatch.setattr(module, "empty_here", lambda *sizes: torch.empty(*sizes[:2], dtype=sizes[2]))
     log_once.cache_clear()
 
@@ -86,8 +85,8 @@ def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(kind: str, parts: Any, residual: torch.Tensor | None = None, **changed: Any) -> Any:
     """What a linear gives of ones, and its tensors."""
     if kind == "hopper":
-        with patch.object(hopper_linear, "find_launch", lambda *_: parts):
-            linear: Any = HopperLinear(parts.lift, parts)
+        with patch.object(step_linear, "find_launch", lambda *_: parts):
+            linear: Any = StepLinear(parts.lift, parts, lambda *_: (), 8)
     else:
         linear = DenseLinear(parts.lift, parts, parts.multiply)
     given = {"operand": [WEIGHTS[kind]], "scale": torch.ones(OUT), "bias": None, "norm_weight": None} | changed

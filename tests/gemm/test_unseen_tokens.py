@@ -14,12 +14,12 @@ import pytest
 import torch
 from runner_listener import forget_runners
 
+from slidesparse.gemm import launch
 from slidesparse.gemm.hopper import choose_tiles
-from slidesparse.gemm.hopper import launch as hopper_launch
-from slidesparse.gemm.hopper.kernel import Kernel
-from slidesparse.gemm.hopper.linear import HopperLinear
 from slidesparse.gemm.hopper.tiles import Tile
+from slidesparse.gemm.kernel import Kernel
 from slidesparse.gemm.spec import FormSpec, LinearSpec, Route, WeightSpec, chain_text
+from slidesparse.gemm.step_linear import StepLinear
 from slidesparse.lifting import launch as lift_launch
 from slidesparse.lifting.layout import SLAB_BYTES
 from slidesparse.lifting.prologue import Prologue
@@ -54,7 +54,7 @@ def block() -> tuple[LinearSpec, ...]:
 def forget(*more: Any) -> None:
     """What was made for other numbers of tokens, and for another GPU."""
     forget_runners()
-    for cache in (hopper_launch._launch, lift_launch.starts_early, *more):
+    for cache in (launch._launch, lift_launch.starts_early, *more):
         cache.cache_clear()
 
 
@@ -69,7 +69,7 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     lift = pytest.importorskip("slidesparse.lifting.kernel", reason="Triton is not installed")
     caches = lift.find_kernel_lift, lift._launcher
-    monkeypatch.setattr(hopper_launch, "load_kernel", load)
+    monkeypatch.setattr(launch, "load_kernel", load)
     monkeypatch.setattr(choose_tiles, "multiprocessors", lru_cache(lambda device: 132))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     forget(*caches)
@@ -119,12 +119,12 @@ def test_a_linear_for_other_tokens_is_the_one_that_would_be_made(spec: LinearSpe
         for tokens, other in others.items():
             forget()
             fresh = resolve.resolve_linear(*given, tokens, SOURCE, DEVICE).runner
-            assert isinstance(other, HopperLinear)
-            assert isinstance(fresh, HopperLinear)
+            assert isinstance(other, StepLinear)
+            assert isinstance(fresh, StepLinear)
             assert numbers(other) == numbers(fresh)
 
 
-def numbers(runner: HopperLinear) -> dict[str, Any]:
+def numbers(runner: StepLinear) -> dict[str, Any]:
     """All that a linear and its launches are told."""
     lift, gemm = runner.lift, runner._gemm
     own = {name: getattr(runner, name) for name in ("kind", "out", "workspace_bytes", "_scales_start", "_steps")}

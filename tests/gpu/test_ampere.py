@@ -17,10 +17,10 @@ from tolerances import FP8_TENSOR_CORE, assert_product
 
 from slidesparse.gemm.ampere.backend import Ampere, AmpereSixBits
 from slidesparse.gemm.ampere.tiles import TILES, Card, MmaTile, fitting
-from slidesparse.gemm.hopper.choose_tiles import Band
-from slidesparse.gemm.hopper.kernel import load_kernels
-from slidesparse.gemm.hopper.weights import StepForm
+from slidesparse.gemm.kernel import load_kernels
+from slidesparse.gemm.launch import Band
 from slidesparse.gemm.reference import apply_scales, product
+from slidesparse.gemm.steps import StepForm
 from slidesparse.layer.linear import SlideLinear
 
 pytestmark = [
@@ -57,9 +57,13 @@ def fitted(tile: MmaTile, backend: type[Ampere], pattern: str, itemsize: int = 1
 @pytest.mark.parametrize(("backend", "pattern"), FORMS)
 def test_int8_has_the_bits_of_the_reference(backend: type[Ampere], pattern: str, mma_tile: MmaTile) -> None:
     tile, made = fitted(mma_tile, backend, pattern), backend()
-    for out, columns, tokens in ((OUT, COLUMNS, TOKENS), (1, 64, (3,)), (3000, 500, (3000,)), (320, 18944, (16, 200))):
+    inside = 0 if pattern == "dense" else 3  # where a rank's shard starts in a group
+    for out, columns, tokens, start in (
+        *((OUT, COLUMNS, TOKENS, 0), (1, 64, (3,), 0), (3000, 500, (3000,), 0), (320, 18944, (16, 200), 0)),
+        (OUT, 777, (100,), inside),
+    ):
         packed, bias = (
-            packed_weight(INT8, pattern, out, columns, bits=backend.value_bits),
+            packed_weight(INT8, pattern, out, columns, bits=backend.value_bits, k_offset=start),
             torch.randn(out, device="cuda"),
         )
         operand, weight = made.prepare(packed), packed.unpack()

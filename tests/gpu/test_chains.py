@@ -16,10 +16,10 @@ from runner_listener import forget_runners, listen
 from torch import nn
 
 from slidesparse import ops
+from slidesparse.gemm import step_chain
 from slidesparse.gemm.backend import OneByOne
-from slidesparse.gemm.hopper import chain as hopper_chain
-from slidesparse.gemm.hopper.chain import HopperChain
 from slidesparse.gemm.spec import parse_chain
+from slidesparse.gemm.step_chain import StepChain
 from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.lifting import kernel as lift
@@ -37,7 +37,7 @@ SIZES = [(HIDDEN, WIDE), (2 * WIDE, HIDDEN), (HIDDEN, WIDE), (768, HIDDEN)]
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of every call of a chain, whether it ran as one, on memory full of poison, and not one by one."""
-    return listen(monkeypatch, HopperChain, OneByOne, hopper_chain)
+    return listen(monkeypatch, StepChain, OneByOne, step_chain)
 
 
 def weights(pattern: str, dtype: str, dense: tuple[int, ...] = (), sparse: str = "hopper") -> list[Weight]:

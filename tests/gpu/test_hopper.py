@@ -20,13 +20,11 @@ from runner_listener import forget_runners, listen
 from torch import nn
 
 from slidesparse import InputError, UnsupportedError, ops
-from slidesparse.gemm import get_backend
+from slidesparse.gemm import get_backend, launch, step_linear
 from slidesparse.gemm.backend import LiftThenMultiply
-from slidesparse.gemm.hopper import launch as hopper_launch
-from slidesparse.gemm.hopper import linear as hopper_linear
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.hopper.kernel import load_kernel
-from slidesparse.gemm.hopper.linear import HopperLinear
+from slidesparse.gemm.kernel import load_kernel
+from slidesparse.gemm.step_linear import StepLinear
 from slidesparse.integrations.warmup import WarmUp
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.ops.resolve import ResolvedLinear, resolve_linear
@@ -106,7 +104,7 @@ def test_long_rows_are_written_before_a_product_reads_them(tokens: int) -> None:
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of every call of a linear, whether it ran as a whole, on memory full of poison, and not by its parts."""
-    return listen(monkeypatch, HopperLinear, LiftThenMultiply, hopper_linear)
+    return listen(monkeypatch, StepLinear, LiftThenMultiply, step_linear)
 
 
 @pytest.fixture(params=[COLUMNS, ALIGNED])
@@ -140,7 +138,7 @@ def _linears(layer: SlideLinear, tokens: int, source: torch.dtype) -> dict[str, 
 def _by_parts(*sizes: Any) -> ResolvedLinear:
     """What :func:`resolve_linear` gives, with the default in place of a whole linear."""
     found = resolve_linear(*sizes)
-    assert isinstance(found.runner, HopperLinear)
+    assert isinstance(found.runner, StepLinear)
     return found._replace(runner=found.runner._by_parts)
 
 
@@ -181,7 +179,7 @@ def test_a_second_gpu(columns: int) -> None:
 
 
 def forget_kernels() -> None:
-    for cache in (load_kernel, hopper_launch._launch):
+    for cache in (load_kernel, launch._launch):
         cache.cache_clear()
     forget_runners()
 

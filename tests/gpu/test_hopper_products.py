@@ -10,9 +10,9 @@ from tolerances import FP8_TENSOR_CORE, assert_product
 
 from slidesparse import ops
 from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
-from slidesparse.gemm.hopper.choose_tiles import Band
-from slidesparse.gemm.hopper.kernel import load_kernels
 from slidesparse.gemm.hopper.tiles import DENSE_TILES, TILES, Tile
+from slidesparse.gemm.kernel import load_kernels
+from slidesparse.gemm.launch import Band
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.ops.matmul import matmul

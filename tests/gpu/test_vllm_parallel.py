@@ -28,6 +28,9 @@ pytestmark = [
 PATTERNS = ("4:6", "6:8", "8:10")
 """The second half of 3584 columns (o_proj) and of 18944 (down_proj) begins inside a group of 6 and of 10."""
 
+BY_AMPERE = "8:10"
+"""The pattern whose layers run by the kernel for ``mma.sync``, the others by ``auto``."""
+
 ASKED = 16
 
 
@@ -41,12 +44,12 @@ def ask_both(
 ) -> dict[tuple[str, bool], Answers]:
     """(pattern, ours) -> answers."""
     arguments = SETTINGS | {"enforce_eager": eager, f"{kind}_parallel_size": 2}
-    sparse = {"slidesparse": {"fallback": "none"}}
     with ExitStack() as stack:
         engines = {}
         for pattern in patterns:
             for ours in (False, True):
                 path = checkpoint(folder, (torch.int8, pattern))
+                sparse = {"slidesparse": {"backend": "ampere"} if pattern == BY_AMPERE else {"fallback": "none"}}
                 engines[pattern, ours] = Engine(EngineOptions(path, ours, sparse, arguments), serve)
                 stack.callback(engines[pattern, ours].stop)
         for engine in engines.values():

@@ -1,21 +1,18 @@
 """The backend for cards with ``mma.sync``: our own 2:4 and dense GEMM from Ampere on (``gemm/ampere/csrc``).
 
-Everything but kernel and tiles is as for Hopper: forms of a weight, slabs, runners and chains. A Hopper card runs it,
-too, and slower than its own kernel, so there it must be asked for.
+A Hopper card runs it, too, and slower than its own kernel, so there it must be asked for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
-from slidesparse.gemm.ampere.tiles import Card, choose, fitting
+from slidesparse.gemm.ampere.tiles import Card, MmaTile, choose, fitting
 from slidesparse.gemm.backend import Problem
-from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.hopper.kernel import load_kernels
-from slidesparse.gemm.hopper.weights import StepForm
-
-REVISION = "ampere-2"
-"""Revision of the kernel, to increment when its speed changes: measured times belong to one revision."""
+from slidesparse.gemm.step_backend import StepBackend
+from slidesparse.gemm.steps import StepForm
 
 OLDEST, OLDEST_FP8 = (8, 0), (8, 9)
 """First compute capabilities: with Sparse Tensor Cores, and with FP8."""
@@ -29,15 +26,15 @@ def why_no_kernels(dtype: torch.dtype, capability: tuple[int, int]) -> str | Non
     return f"it needs compute capability {needed[0]}.{needed[1]}, this GPU has {capability[0]}.{capability[1]}"
 
 
-class Ampere(Hopper):
+class Ampere(StepBackend):
     """The backend that multiplies 2:4 or dense weights by ``mma.sync``, in one launch."""
 
-    name = "ampere"
+    name, revision = "ampere", "ampere-3"
     dense, oldest_compiler = True, (12, 5)  # PTX 8.5, for mma.sp::ordered_metadata
     choose = staticmethod(choose)
 
     def why_not_on(self, capability: tuple[int, int], dtype: torch.dtype) -> str | None:
-        """See :meth:`Hopper.why_not_on`."""
+        """See :class:`slidesparse.gemm.step_backend.StepBackend`."""
         return why_no_kernels(dtype, capability)
 
     def yields_to(self, problem: Problem) -> tuple[str, str] | None:
@@ -46,15 +43,9 @@ class Ampere(Hopper):
             return "ampere-6bit", "ampere-6bit reads fewer bytes"
         return "hopper", "Hopper's own kernel has faster instructions"
 
-    def library(self) -> str:
-        """See :class:`slidesparse.gemm.backend.Backend`."""
-        return f"slidesparse {REVISION}"
-
-    def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device, dense: bool = False) -> None:
-        """See :class:`slidesparse.gemm.backend.Backend`; it loads every tile."""
-        index = torch.cuda.current_device() if device.index is None else device.index
-        tiles = fitting(StepForm(0, 0, self.value_bits, dense), dtype.itemsize, Card.of(index))
-        load_kernels(tiles, dtype, out_dtype, index, 0, self.value_bits)
+    def tiles(self, dtype: torch.dtype, device: int, dense: bool) -> Iterable[MmaTile]:
+        """See :class:`slidesparse.gemm.step_backend.StepBackend`."""
+        return fitting(StepForm(0, 0, self.value_bits, dense), dtype.itemsize, Card.of(device))
 
 
 class AmpereSixBits(Ampere):

@@ -1,4 +1,4 @@
-"""The variants of ``gemm/ampere/csrc``, compiled as :mod:`slidesparse.gemm.hopper.compile` says."""
+"""The variants of ``gemm/ampere/csrc``, compiled as :mod:`slidesparse.gemm.nvrtc` says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slidesparse.gemm.hopper.compile import OUTPUTS, TYPES, machine_code, read_sources
+from slidesparse.gemm.nvrtc import OUTPUTS, TYPES, read_sources
 
 if TYPE_CHECKING:
     from slidesparse.gemm.ampere.tiles import MmaTile
@@ -41,15 +41,3 @@ def options(tile: MmaTile, dtype: torch.dtype, out_dtype: torch.dtype, value_bit
         f"-DOUT_{OUTPUTS[out_dtype]}",
         *defined,
     ]
-
-
-def compile_variant(
-    tile: MmaTile, dtype: torch.dtype, out_dtype: torch.dtype, value_bits: int, capability: tuple[int, int]
-) -> bytes:
-    """Return the machine code of a variant for a compute capability, from the cache or the compiler.
-
-    Raises:
-        UnsupportedError: There is no NVRTC, or it refuses the source.
-    """
-    arch = "sm_{}{}".format(*capability)
-    return machine_code(sources(), options(tile, dtype, out_dtype, value_bits, arch))

@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 import torch
 
-from slidesparse.gemm.ampere.compile import compile_variant
-from slidesparse.gemm.hopper.choose_tiles import SECOND_LAUNCH, TOKEN_STEP, Band
-from slidesparse.gemm.hopper.tiles import BLOCK_BYTES
-from slidesparse.gemm.hopper.weights import TILE_ROWS, StepForm, step_bytes
+from slidesparse.gemm.ampere.compile import options, sources
+from slidesparse.gemm.kernel import BLOCK_BYTES
+from slidesparse.gemm.launch import SECOND_LAUNCH, TOKEN_STEP, Band
+from slidesparse.gemm.nvrtc import machine_code
+from slidesparse.gemm.steps import TILE_ROWS, StepForm, step_bytes
 from slidesparse.lifting.layout import SLAB_BYTES
 
 FEWEST_STAGES, MOST_STAGES = 3, 8
@@ -117,7 +118,8 @@ class MmaTile:
         self, dtype: torch.dtype, out_dtype: torch.dtype, device: int, grouped: bool, count_bits: int, value_bits: int
     ) -> bytes:
         """Return the machine code for a device; see :meth:`slidesparse.gemm.hopper.tiles.Tile.compile`."""
-        return compile_variant(self, dtype, out_dtype, value_bits, torch.cuda.get_device_capability(device))
+        arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+        return machine_code(sources(), options(self, dtype, out_dtype, value_bits, arch))
 
 
 class Card(NamedTuple):
@@ -167,7 +169,7 @@ TILES = (  # those of few tokens split K among warps that need not wait for each
 
 
 def choose(tokens: int, channels: int, form: StepForm, itemsize: int, device: int) -> tuple[Band, ...]:
-    """Return the launches of a product: see :data:`slidesparse.gemm.hopper.choose_tiles.Choose`."""
+    """Return the launches of a product: see :data:`slidesparse.gemm.launch.Choose`."""
     rounded = -(-tokens // TOKEN_STEP) * TOKEN_STEP  # a choice takes a fifth of a millisecond, a server has any number
     return choose_bands(rounded, channels, form, itemsize, Card.of(device))
 

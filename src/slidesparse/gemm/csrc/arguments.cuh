@@ -1,4 +1,4 @@
-// The kernel's only argument; the host's is `Arguments` of gemm/hopper/kernel.py.
+// The kernel's only argument; the host's is `Arguments` of gemm/kernel.py.
 
 #pragma once
 

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 
-from slidesparse.gemm.hopper.kernel import multiprocessors
 from slidesparse.gemm.hopper.tiles import DENSE_TILES, TILES, Tile
-from slidesparse.gemm.hopper.weights import TILE_ROWS, StepForm
+from slidesparse.gemm.kernel import multiprocessors
+from slidesparse.gemm.launch import SECOND_LAUNCH, TOKEN_STEP, Band
+from slidesparse.gemm.steps import TILE_ROWS, StepForm
 from slidesparse.lifting.expert_order import rows_needed
 
 MULTIPROCESSORS = 132
@@ -32,15 +32,8 @@ CLUSTER_MULTIPROCESSORS = 18
 clusters are counted as in CUTLASS (gemm/kernel/tile_scheduler_params.h): as many full GPCs as possible, and one with
 the rest. With clusters of four, two multiprocessors of a GPC idle."""
 
-TOKEN_STEP = 16
-"""Multiple of the tokens of every tile, between which no choice changes."""
-
 TWO_BAND_TOKENS = range(80, 4097)
 """Numbers of tokens for two bands. With fewer, memory decides; with more, a last wave is a small part of the time."""
-
-SECOND_LAUNCH = 8000
-"""Least saving of a second band, in clock cycles, from times on an H100 (results/h100/hopper-bands.jsonl): with it the
-choice is 0.8 % slower than the better of one and two bands, and never 5 % slower than one."""
 
 MOST_TOKENS = 1 << 15
 """Largest number of tokens with a choice in advance."""
@@ -122,21 +115,6 @@ def cycles_of(tiles: tuple[Tile, ...], blocks: torch.Tensor, steps: int, multipr
 
 
 # -- one product -----------------------------------------------------------------------------------------------------
-
-
-AnyTile: TypeAlias = Any
-"""The geometry of a variant: a :class:`~.tiles.Tile`, or that of another kernel with its attributes and methods."""
-
-
-class Band(NamedTuple):
-    """The part of a product in one launch: neighbouring channels, in one kind of tiles."""
-
-    tile: AnyTile
-    channels: int
-
-
-Choose: TypeAlias = Callable[[int, int, StepForm, int, int], tuple[Band, ...]]
-"""(tokens, channels, form and bytes of a number of the weight, device) -> the launches of a product."""
 
 
 def choose_for(tokens: int, channels: int, form: StepForm, itemsize: int, device: int) -> tuple[Band, ...]:

@@ -15,10 +15,11 @@ from slidesparse.base.torch_private import current_stream, empty, is_current
 from slidesparse.errors import InputError
 from slidesparse.gemm.grouped import GroupedOperand, GroupedProduct
 from slidesparse.gemm.hopper.choose_tiles import DENSE_GROUPED_TILES, GROUPED_TILES, choose_grouped
-from slidesparse.gemm.hopper.compile import OUTPUTS
-from slidesparse.gemm.hopper.kernel import Arguments, load_kernel, load_kernels, multiprocessors
-from slidesparse.gemm.hopper.tiles import GROUP, Tile
-from slidesparse.gemm.hopper.weights import COUNTS, SLABS, StepForm, pack_steps, refuse_dense
+from slidesparse.gemm.hopper.tiles import Tile
+from slidesparse.gemm.kernel import Arguments, load_kernel, load_kernels, multiprocessors
+from slidesparse.gemm.launch import GROUP
+from slidesparse.gemm.nvrtc import OUTPUTS
+from slidesparse.gemm.steps import COUNTS, SLABS, StepForm, pack_steps, refuse_dense
 from slidesparse.lifting.expert_order import Arrangement
 from slidesparse.lifting.layout import SLAB_BYTES, ColumnOrder, Lifted, check_slabs
 from slidesparse.weights.packed import PackedWeight, common_bits
@@ -32,7 +33,7 @@ class HopperExperts(GroupedProduct):
     """Layout with bundles: each expert gets few tokens, so the bytes of its weight decide."""
 
     def prepare(self, experts: Sequence[PackedWeight]) -> GroupedOperand:
-        """Return the steps of all experts, uint8 [experts, ...] (:func:`~.weights.pack_steps`), and their form.
+        """Return the steps of all experts, uint8 [experts, ...] (:func:`~.steps.pack_steps`), and their form.
 
         Values are stored in six bits if those of every expert fit.
         """
@@ -55,7 +56,7 @@ class HopperExperts(GroupedProduct):
         """Compile and load every tile for these weights, of :meth:`prepare`.
 
         Raises:
-            UnsupportedError: See :func:`slidesparse.gemm.hopper.kernel.load_kernel`.
+            UnsupportedError: See :func:`slidesparse.gemm.kernel.load_kernel`.
         """
         device = operands[0].weights.get_device()
         for count_bits, value_bits, dense in {(each.form.count_bits, *each.form[2:]) for each in operands}:

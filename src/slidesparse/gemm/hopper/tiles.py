@@ -14,18 +14,15 @@ from typing import TypeVar
 import torch
 
 from slidesparse.gemm.hopper.compile import cubin
-from slidesparse.gemm.hopper.weights import PLANE_BYTES, TILE_ROWS, VALUE_BYTES, step_bytes, value_bytes
+from slidesparse.gemm.kernel import BLOCK_BYTES
+from slidesparse.gemm.steps import PLANE_BYTES, TILE_ROWS, VALUE_BYTES, step_bytes, value_bytes
 from slidesparse.lifting.layout import SLAB_BYTES
-
-GROUP = 16
-"""Row tiles that neighbouring blocks cycle through. From 4 to 32 there was no difference beyond noise."""
 
 PIECE_TOKENS = 32
 """Tokens whose results a warpgroup transposes at a time."""
 
-MULTIPROCESSOR_BYTES, BLOCK_BYTES = 233472, 1024
-"""Shared memory of a multiprocessor, and the part of it that the system takes for each block (CUDA programming guide,
-compute capability 9.0)."""
+MULTIPROCESSOR_BYTES = 233472
+"""Shared memory of a multiprocessor (CUDA programming guide, compute capability 9.0)."""
 
 _Count = TypeVar("_Count", int, torch.Tensor)
 

@@ -2,7 +2,7 @@
 //
 // W is 2:4 along K, and X is lifted to match; or it is dense. mma.sp takes 2:4 weights as its A operand only, so the weights are A
 // (16 rows an instruction) and the tokens are B (8 columns). W and X lie in memory as for Hopper: weights in steps
-// (gemm/hopper/weights.py), activations in slabs (lifting/layout.py), both in the order that shared memory needs. ldmatrix reads
+// (gemm/steps.py), activations in slabs (lifting/layout.py), both in the order that shared memory needs. ldmatrix reads
 // the swizzled rows of both without bank conflicts, and a thread its values of six bits, with their metadata, as 16 bytes.
 //
 // A block has SPLIT teams of ROW_WARPS x TOKEN_WARPS warps. It is persistent: it walks over tiles of CHANNELS channels by TOKENS

@@ -12,7 +12,7 @@ constexpr int THREADS = TEAM * SPLIT;
 constexpr int INSTRUCTIONS = DENSE ? 4 : 2;                  // of 16 channels and 8 tokens in a step
 
 // A row block of 64 channels is a sequence of planes in memory, each with so many bytes of every 16 channels, one after another
-// (gemm/hopper/weights.py): values then metadata; instructions of six bits; or halves of a dense slab.
+// (gemm/steps.py): values then metadata; instructions of six bits; or halves of a dense slab.
 constexpr int PLANES = DENSE ? (VALUE_BITS == 6 ? 8 : 2) : VALUE_BITS == 6 ? 2 : 1 + META_WORDS;
 __device__ constexpr int width(int plane) {
     if (VALUE_BITS == 6) return DENSE ? (plane % 2 ? 128 : 256) : 512;

@@ -1,4 +1,4 @@
-// Counts in place of metadata (gemm/hopper/weights.py): two counts of COUNT_BITS bits a group, once a bundle of 32 groups. Step j
+// Counts in place of metadata (gemm/steps.py): two counts of COUNT_BITS bits a group, once a bundle of 32 groups. Step j
 // of a bundle has window j of its groups:
 //
 //     bundle       COUNT_BITS words a thread and row block | step 0: values | step 1: values | ... | step windows - 1: values

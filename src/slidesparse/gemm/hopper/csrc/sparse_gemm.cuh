@@ -27,7 +27,7 @@
 //     six_bit_counts.cu    both
 //     six_bit_dense.cu     dense weights of six bits; their steps are whole slabs, and are called sparse as the others are
 //
-// Every operand lies in memory in the order that shared memory needs (gemm/hopper/weights.py), so a step is two 1-D bulk
+// Every operand lies in memory in the order that shared memory needs (gemm/steps.py), so a step is two 1-D bulk
 // copies, without tensor maps. A ring of STAGES stages, each with the memory of one step, joins producer and consumers:
 //
 //     producer                    stage 0    stage 1    stage 2          stage STAGES - 1             consumers

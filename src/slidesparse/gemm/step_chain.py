@@ -1,4 +1,4 @@
-"""Chains of linears on the Hopper kernel: launch after launch, with one workspace between them.
+"""Chains of linears on weights in steps: launch after launch, with one workspace between them.
 
 Only the next linear reads the product of a linear, so it need not be a tensor. Besides the last product and the last
 residual, a chain allocates one workspace, whatever its length::
@@ -26,9 +26,9 @@ from slidesparse.base.log import log_once
 from slidesparse.base.torch_private import empty_here
 from slidesparse.base.triton_launcher import ALIGNMENT
 from slidesparse.gemm.backend import OneByOne, Products
-from slidesparse.gemm.hopper.launch import WeightAddresses
-from slidesparse.gemm.hopper.linear import HopperLinear
+from slidesparse.gemm.launch import WeightAddresses
 from slidesparse.gemm.spec import Slots
+from slidesparse.gemm.step_linear import StepLinear
 from slidesparse.lifting.addresses import LiftInputs
 from slidesparse.lifting.layout import SLAB_BYTES
 
@@ -44,7 +44,7 @@ class ChainedLinear(NamedTuple):
             returns it.
     """
 
-    linear: HopperLinear
+    linear: StepLinear
     slots: Slots
     ends: bool
     residual_start: int | None
@@ -62,7 +62,7 @@ class CheckedWeight(NamedTuple):
     norm_weight: int | None
 
 
-class HopperChain:
+class StepChain:
     """Runs several linears for one number of tokens; see :data:`slidesparse.gemm.backend.ChainRunner`.
 
     Args:
@@ -74,7 +74,7 @@ class HopperChain:
         "_workspace_bytes",
     )
 
-    def __init__(self, linears: Sequence[tuple[HopperLinear, Slots]]) -> None:
+    def __init__(self, linears: Sequence[tuple[StepLinear, Slots]]) -> None:
         runners, adding = [runner for runner, _ in linears], [i for i, (_, slots) in enumerate(linears) if slots.adds]
         self._one_by_one = OneByOne(linears)
         self._lift, self._out = runners[0].lift, runners[-1].out
@@ -178,7 +178,7 @@ class HopperChain:
         log_once(f"slidesparse: {self!r} run one by one: {reason}", logging.WARNING)
 
     def __repr__(self) -> str:
-        return f"a chain of {len(self._linears)} linears on hopper ({self._lift.order.in_features} -> {self._out})"
+        return f"a chain of {len(self._linears)} linears ({self._lift.order.in_features} -> {self._out})"
 
 
 class KnownWeights:

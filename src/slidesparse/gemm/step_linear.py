@@ -1,4 +1,4 @@
-"""A linear on the Hopper kernel: quantise and lift, then multiply, with only addresses between the launches.
+"""A linear on weights in steps: quantise and lift, then multiply, with only addresses between the launches.
 
 As separate calls, the two steps cost the host more than their launches: each allocates its own tensors and checks
 everything that its kernel reads by address. In a model of small layers the host is then slower than the GPU. Here
@@ -13,9 +13,9 @@ import torch
 
 from slidesparse.base.torch_private import empty_here
 from slidesparse.gemm.backend import LiftThenMultiply, Products, log_by_parts
-from slidesparse.gemm.hopper.choose_tiles import AnyTile, Choose, choose_for
-from slidesparse.gemm.hopper.launch import BIAS_TYPES, GemmLaunch, WeightAddresses, find_launch
-from slidesparse.gemm.hopper.weights import StepForm
+from slidesparse.gemm.kernel import AnyTile
+from slidesparse.gemm.launch import BIAS_TYPES, Choose, GemmLaunch, WeightAddresses, find_launch
+from slidesparse.gemm.steps import StepForm
 from slidesparse.lifting.addresses import LiftInputs
 from slidesparse.lifting.layout import LinearTensors
 from slidesparse.weights.support import is_vector
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 FLOAT32 = (torch.float32,)
 
 
-class HopperLinear:
+class StepLinear:
     """Runs a linear for one number of tokens and weights of one size; see :data:`slidesparse.gemm.backend.Runner`.
 
     Args:
         lift: Quantises and lifts the tokens.
         by_parts: The runner for cases that this one cannot handle.
+        choose: Chooses the tiles of the product.
         value_bits: Bits of a kept value in memory.
-        tile: The tile of the product; None: the fastest one, or two, by ``choose``.
-        choose: Chooses them.
+        tile: The tile, in place of a choice.
 
     Raises:
-        UnsupportedError: See :func:`slidesparse.gemm.hopper.kernel.load_kernel`.
+        UnsupportedError: See :func:`slidesparse.gemm.kernel.load_kernel`.
 
     Attributes:
         lift: The lift.
@@ -49,9 +49,8 @@ class HopperLinear:
     __slots__ = ("_by_parts", "_gemm", "_scales_start", "_steps", "kind", "lift", "out", "workspace_bytes")
 
     def __init__(
-        self, lift: KernelLift, by_parts: LiftThenMultiply, value_bits: int = 8, tile: AnyTile | None = None,
-        choose: Choose = choose_for,
-    ) -> None:  # fmt: skip
+        self, lift: KernelLift, by_parts: LiftThenMultiply, choose: Choose, value_bits: int, tile: AnyTile | None = None
+    ) -> None:
         self.out = by_parts.out_features
         item_bytes = lift.target.itemsize
         form = StepForm.of_order(lift.order, item_bytes, value_bits)
@@ -59,19 +58,19 @@ class HopperLinear:
         self.kind = lift.spec, lift.device, self.out
         activations = torch.Size((lift.tokens, lift.k_packed))
         sizes = activations, lift.target, form, self._steps, self.out
-        self._size(lift, by_parts, find_launch(*sizes, lift.source, lift.index, tile, choose))
+        self._size(lift, by_parts, find_launch(*sizes, lift.source, lift.index, choose, tile))
 
     def _size(self, lift: KernelLift, by_parts: LiftThenMultiply, gemm: GemmLaunch) -> None:
         self.lift, self._by_parts, self._gemm = lift, by_parts, gemm
         self._scales_start = gemm.slab_bytes  # a multiple of a slab's row
         self.workspace_bytes = self._scales_start + 4 * lift.tokens * lift.quantised
 
-    def for_tokens(self, tokens: int) -> HopperLinear:
+    def for_tokens(self, tokens: int) -> StepLinear:
         """Return the same linear for another number of tokens, with its fastest tile.
 
         This is much faster than the constructor; a server has most numbers of tokens once.
         """
-        lift, made = self.lift.for_tokens(tokens), HopperLinear.__new__(HopperLinear)
+        lift, made = self.lift.for_tokens(tokens), StepLinear.__new__(StepLinear)
         made.out, made.kind, made._steps = self.out, self.kind, self._steps
         by_parts = LiftThenMultiply(self._by_parts.backend, lift, self.out)
         made._size(lift, by_parts, self._gemm.for_tokens(tokens))

@@ -1,4 +1,4 @@
-"""Variants of the Hopper kernel: compiled, loaded and launched by the CUDA driver (cuda-bindings)."""
+"""Variants of a kernel: compiled, loaded and launched by the CUDA driver (cuda-bindings)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import ctypes
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
 
 from slidesparse.base.other_libraries import need
 from slidesparse.errors import UnsupportedError, first_line
 
-if TYPE_CHECKING:
-    from slidesparse.gemm.hopper.choose_tiles import AnyTile
+AnyTile: TypeAlias = Any
+"""The geometry of a variant: any with attributes and methods of :class:`slidesparse.gemm.hopper.tiles.Tile`."""
+
+BLOCK_BYTES = 1024
+"""Shared memory that the system takes for each block (CUDA programming guide, from compute capability 8.0 on)."""
 
 INVALID_CONTEXT = 201
 """CUDA_ERROR_INVALID_CONTEXT: nothing has called the CUDA runtime in this thread yet."""

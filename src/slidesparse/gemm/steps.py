@@ -1,4 +1,4 @@
-"""Weights in the layout of the Hopper kernel's shared memory: every step of a tile is one bulk copy.
+"""Weights in the layout of our kernels' shared memory: every step of a tile is contiguous.
 
 A *row block* is 64 rows of W, the M of ``wgmma``, and four of them are a *row tile*; a *slab* is 128 bytes of a row of
 lifted activations. The weight has one step a slab: 64 bytes of kept values a row, then the metadata of the 64 rows. A
@@ -15,7 +15,7 @@ share 32 groups, with one copy of their counts before its steps: 0.84 bytes a we
 six bits of them, 0.75 bytes a weight.
 
 Rows of 64 bytes are swizzled as ``wgmma`` expects of a shared-memory operand (PTX ISA, "Matrix descriptor", 64-byte
-swizzling): 16-byte chunk ``c`` of row ``r`` is at ``c ^ (r / 2 % 4)``. The kernel in ``gemm/hopper/csrc`` reads this.
+swizzling): 16-byte chunk ``c`` of row ``r`` is at ``c ^ (r / 2 % 4)``. The kernels in ``csrc`` read this.
 
 :func:`pack_steps` packs; :func:`unpack_steps` is its inverse.
 """

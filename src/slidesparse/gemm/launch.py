@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from slidesparse.base.torch_private import current_stream
 from slidesparse.errors import InputError
-from slidesparse.gemm.hopper.choose_tiles import AnyTile, Band, Choose, choose_for
-from slidesparse.gemm.hopper.compile import OUTPUTS
-from slidesparse.gemm.hopper.kernel import Arguments, Kernel, load_kernel
-from slidesparse.gemm.hopper.tiles import GROUP
-from slidesparse.gemm.hopper.weights import SLABS, TILE_ROWS, StepForm
+from slidesparse.gemm.kernel import AnyTile, Arguments, Kernel, load_kernel
+from slidesparse.gemm.nvrtc import OUTPUTS
+from slidesparse.gemm.steps import SLABS, TILE_ROWS, StepForm
 from slidesparse.lifting.layout import SLAB_BYTES
+
+GROUP = 16
+"""Row tiles that neighbouring blocks cycle through. From 4 to 32 there was no difference beyond noise."""
+
+TOKEN_STEP = 16
+"""Multiple of the tokens of every tile, between which no choice changes."""
+
+SECOND_LAUNCH = 8000
+"""Least saving of a second band, in clock cycles, from times on an H100 (results/h100/hopper-bands.jsonl): with it the
+choice is 0.8 % slower than the better of one and two bands, and never 5 % slower than one."""
 
 BIAS_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
@@ -35,6 +43,17 @@ class WeightAddresses(NamedTuple):
     scale: int | None
     bias: int | None
     bias_type: int
+
+
+class Band(NamedTuple):
+    """The part of a product in one launch: neighbouring channels, in one kind of tiles."""
+
+    tile: AnyTile
+    channels: int
+
+
+Choose: TypeAlias = Callable[[int, int, StepForm, int, int], tuple[Band, ...]]
+"""(tokens, channels, form and bytes of a number of the weight, device) -> the launches of a product."""
 
 
 WHOLE, LEADING, FOLLOWING = range(3)
@@ -69,7 +88,7 @@ class GemmLaunch:
 
     Args:
         bands: The tiles, and the channels of each; none for an empty product.
-        types: Arguments of :func:`slidesparse.gemm.hopper.kernel.load_kernel` between its first and last one.
+        types: Arguments of :func:`slidesparse.gemm.kernel.load_kernel` between its first and last one.
         sizes: The numbers of the whole product.
         slab_bytes: Bytes of the activations.
         tile_bytes: See :class:`BandLaunch`.
@@ -128,7 +147,7 @@ class GemmLaunch:
 def find_launch(
     activations: torch.Size, dtype: torch.dtype, form: StepForm, steps: torch.Size,
     out_features: int, out_dtype: torch.dtype, device: int,
-    tile: AnyTile | tuple[Band, ...] | None = None, choose: Choose = choose_for,
+    choose: Choose, tile: AnyTile | tuple[Band, ...] | None = None,
 ) -> GemmLaunch:  # fmt: skip
     """Return the cached launch of a product.
 
@@ -136,16 +155,16 @@ def find_launch(
         activations: [M, K'].
         dtype: Their type, and the weight's.
         form: Form of the prepared weight.
-        steps: Shape of the weight's steps (gemm/hopper/weights.py).
+        steps: Shape of the weight's steps (gemm/steps.py).
         out_features: Rows of the weight.
         out_dtype: bfloat16, float16 or float32.
         device: Index of the CUDA device.
-        tile: The tile, or those of two bands; None for the fastest by ``choose``.
-        choose: Chooses them.
+        choose: Chooses the tiles.
+        tile: The tile, or those of two bands, in place of a choice.
 
     Raises:
         InputError: The sizes do not fit each other, or there is no such output.
-        UnsupportedError: See :func:`slidesparse.gemm.hopper.kernel.load_kernel`.
+        UnsupportedError: See :func:`slidesparse.gemm.kernel.load_kernel`.
     """
     if tile is None:
         bands = choose(activations[0], out_features, form, dtype.itemsize, device)
