@@ -192,7 +192,7 @@ class _Run:
         part = self.parts.setdefault(name, {"seconds": 0.0})
         if "told" in part:
             return
-        say("compress", f"{name}; {self.left(0) / 60:.1f} of {self.minutes:g} minutes are left")
+        say("compress", f"{name}; {max(self.left(0), 0) / 60:.1f} of {self.minutes:g} minutes are left")
         begun = time.monotonic()
         try:
             part["told"] = work(part)
