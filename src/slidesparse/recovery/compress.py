@@ -181,7 +181,7 @@ class _Run:
         if state.exists():
             self.parts = read_json(state)
             return
-        least = self.fit(Calibration(DEFAULT, LADDER[-2][0], positions(self.config)))
+        least = self.fit(Calibration(DEFAULT, LADDER[-2][0]))
         if (needed := least["seconds"] / 60 / OF_PRUNING) > self.minutes:
             needs = f"about {math.ceil(needed)} on {self.device.type}, to prune and round at all"
             raise InputError("--minutes", got=f"{self.minutes:g}", needed=needs, remedy="give more, or use a GPU")
