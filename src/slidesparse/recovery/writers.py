@@ -75,8 +75,8 @@ class TransformersWriter:
     name, at_once = "transformers", 2048
 
     def __init__(self, model: Path, length: int, device: str, ends: Sequence[int]) -> None:
-        able: Any = getattr(torch.cpu, "get_capabilities", dict)()  # PyTorch 2.8 does not say
-        fast = device.startswith("cuda") or able.get("avx512_bf16")
+        known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+        fast = device.startswith("cuda") or known.get("avx512_bf16", False)
         dtype = torch.bfloat16 if fast else torch.float32
         require_causal(*model_class(Checkpoint(model)))
         self.model: Any = load_by_transformers(Checkpoint(model), torch.device(device), dtype)
@@ -90,7 +90,7 @@ class TransformersWriter:
         """Return the number of answers whose keys, values, activations and logits take 3/4 of the free GPU memory."""
         config = self.model.config.get_text_config(decoder=True)
         each = length * config.hidden_size * (4 * config.num_hidden_layers + 24) + 32 * (vocabulary_of(config) or 0)
-        return max(1, int(0.75 * torch.cuda.mem_get_info(self.model.device)[0] / each))
+        return max(1, int(3 * torch.cuda.mem_get_info(self.model.device)[0] // 4 // each))
 
     def answer(self, prompts: Sequence[list[int]], max_tokens: int, seed: int) -> list[list[int]]:
         """See :class:`Writer`."""
