@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import time
 from functools import partial
@@ -108,6 +109,18 @@ def test_what_the_minutes_do_not_suffice_for_is_left_out(
     assert "no training" in done.lines[1]
     assert "no matching" in done.lines[1]
     assert sorted(one.name for one in (tmp_path / "out").iterdir() if one.is_dir()) == ["served"]
+
+
+def test_a_part_is_told_with_the_time_that_it_took(
+    model: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with its estimate, which is of days here."""
+    monkeypatch.setattr("slidesparse.offline.estimate.operations_a_second", lambda *_: 1e4)
+    how = {"chats": str(model / "chats.jsonl"), "device": "cpu", "minutes": 1e6}
+    told = ss.compress(model / "base", tmp_path / "out", "2:4", **how).lines[1]
+    found = re.search(r"\(([0-9.]+) minutes\)$", told)
+    assert found
+    assert float(found[1]) < 30
 
 
 def test_minutes_that_do_not_suffice_at_all_are_refused(

@@ -181,8 +181,8 @@ class _Run:
         if state.exists():
             self.parts = read_json(state)
             return
-        least = self.fit(Calibration(DEFAULT, LADDER[-2][0], positions(self.config)))
-        if (needed := least["seconds"] / 60 / OF_PRUNING) > self.minutes:
+        least = self.fit(Calibration(DEFAULT, LADDER[-2][0]))
+        if (needed := least["estimated"] / 60 / OF_PRUNING) > self.minutes:
             needs = f"about {math.ceil(needed)} on {self.device.type}, to prune and round at all"
             raise InputError("--minutes", got=f"{self.minutes:g}", needed=needs, remedy="give more, or use a GPU")
         write_json(state, self.parts)  # from here on there is something to keep
@@ -192,7 +192,7 @@ class _Run:
         part = self.parts.setdefault(name, {"seconds": 0.0})
         if "told" in part:
             return
-        say("compress", f"{name}; {self.left(0) / 60:.1f} of {self.minutes:g} minutes are left")
+        say("compress", f"{name}; {max(self.left(0), 0) / 60:.1f} of {self.minutes:g} minutes are left")
         begun = time.monotonic()
         try:
             part["told"] = work(part)
@@ -237,7 +237,7 @@ class _Run:
         takes = f"with which pruning takes {describe_seconds(seconds(samples, best))}" if best else "which have experts"
         left_out = [f"no training: {few}"] * (not train) + [f"no matching of layers, {takes}"] * (not steps)
         how = {"samples": min(samples, len(layers.windows)), "length": layers.windows.shape[1], "match_steps": steps}
-        return {"how": how, "train": train, "rounding": rounding, "seconds": pruning + rounding, "left_out": left_out}
+        return {"how": how, "train": train, "rounding": rounding, "estimated": pruning + rounding, "left_out": left_out}
 
     def write_chats(self, prompts: str | None, chats: str | None, spent: float) -> str:
         """Write chats in the seconds that are left of their share, or read given ones, and divide them by prompt."""
