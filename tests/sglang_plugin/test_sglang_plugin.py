@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from blackwell import act_as_blackwell
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import slidesparse as ss
@@ -189,6 +190,16 @@ def test_layers_that_stay_sglangs() -> None:
     dense = loaded(config_of(options={"fuse": False}), O_PROJ, values, scale)  # auto: no GPU
     assert dense.weight.shape == (96, 24)
     assert not hasattr(dense, "slide")
+
+
+@pytest.mark.usefixtures("server")
+def test_on_blackwell_no_int8_layer_is_left_to_sglang_which_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    (values, scale), x = pruned("6:8", 32), tokens()
+    config = config_of(options={"fuse": False, "backend": "dense"})
+    act_as_blackwell(monkeypatch)
+    layer = loaded(config, O_PROJ, values, scale)
+    assert layer.slide.choice.backends == ("dense",)
+    assert torch.equal(layer(x)[0], oracle(x, values, scale))
 
 
 def test_nothing_keeps_a_dense_weight_nor_the_block_that_a_packed_one_was_made_in(
