@@ -107,18 +107,18 @@ STOCK_RIVALS = ("stock FP8", "stock W4A8", "stock W4A16")
 DENSE_SIX_BITS = f"{DENSE_VARIANT} {SIX_BITS}"
 DENSE_OURS = {CONTROL: "dense, fused", DENSE_SIX_BITS: "dense, six bits"}
 
-CURVE: dict[str, tuple[str, str, str]] = {
-    "stock INT8": (STOCK, "dense int8", ""),
-    "stock FP8": ("stock FP8", "dense fp8", ""),
-    "stock W4A8": ("stock W4A8", "", ""),
-    "stock W4A16": ("stock W4A16", "int4 nearest", "int4 nearest recover 20M"),
-    "dense INT8, fused": (CONTROL, "dense int8", ""),
-    "dense, six bits": (DENSE_SIX_BITS, "dense 6bit", ""),
-    "6:8, six bits": (AT_6OF8, "6:8 match", "6:8 recover 20M 6bit"),
-    "4:6, six bits": (f"4:6 {SIX_BITS}", "4:6 match", "4:6 recover 100M 6bit"),
-    "2:4, six bits": (f"2:4 {SIX_BITS}", "2:4 match", "2:4 recover 80M"),
+CURVE: dict[str, tuple[str, str, str, str]] = {
+    "stock INT8": (STOCK, "dense int8", "", ""),
+    "stock FP8": ("stock FP8", "dense fp8", "", ""),
+    "stock W4A8": ("stock W4A8", "", "", ""),
+    "stock W4A16": ("stock W4A16", "int4 nearest", "int4 nearest recover 20M", ""),
+    "dense INT8, fused": (CONTROL, "dense int8", "", ""),
+    "dense, six bits": (DENSE_SIX_BITS, "dense 6bit", "", "dense 6bit"),
+    "6:8, six bits": (AT_6OF8, "6:8 match", "6:8 recover 20M 6bit", "6:8 recover 5M 6bit"),
+    "4:6, six bits": (f"4:6 {SIX_BITS}", "4:6 match", "4:6 recover 100M 6bit", "4:6 recover 5M 6bit"),
+    "2:4, six bits": (f"2:4 {SIX_BITS}", "2:4 match", "2:4 recover 80M", "2:4 recover 5M 6bit"),
 }
-"""README's rows: name -> engine, and the tags of the judged model in one shot and trained on."""
+"""README's rows: name -> engine, and the tags of the judged model in one shot, trained on, and on its task."""
 
 CURVE_LOADS = {
     "burst": "prompts",
@@ -172,7 +172,7 @@ def headline_speedup(engine: str, load: str, model: str = "7B") -> float | None:
 def curve() -> str:
     """README: what each way to serve a model gains over stock INT8, and what it costs."""
     found, rows = published_records(), []
-    for name, (engine, *tags) in CURVE.items():
+    for name, (engine, *tags, on_task) in CURVE.items():
         speeds = (
             [1.0] * len(CURVE_LOADS) if engine == STOCK else [headline_speedup(engine, load) for load in CURVE_LOADS]
         )
@@ -181,8 +181,10 @@ def curve() -> str:
         best = next((one for one in reversed(judged) if one is not None), None)
         dense = found["dense"]["humaneval"]["sampled"]
         answers = "-" if best is None else compare.points(best["humaneval"]["sampled"], dense)
-        rows.append([name, *("-" if one is None else f"{one:.2f}x" for one in speeds), *rises, answers])
-    return markdown(("", *CURVE_LOADS.values(), "perplexity, one shot", "after training", "HumanEval"), rows)
+        own = task_cell(task_records(), on_task, "reasoning")
+        rows.append([name, *("-" if one is None else f"{one:.2f}x" for one in speeds), *rises, answers, own])
+    losses = "perplexity, one shot", "after training", "HumanEval", "on its task"
+    return markdown(("", *CURVE_LOADS.values(), *losses), rows)
 
 
 def served_newest(model: str, columns: Mapping[str, str], *loads: str) -> str:
@@ -326,21 +328,28 @@ def recipe() -> str:
     return markdown(("pattern", "tokens", *heads), rows)
 
 
+@lru_cache
+def task_records() -> dict[str, Any]:
+    """The judged models of the page on a use, by tag."""
+    lines = map(json.loads, TASKS.read_text().splitlines())
+    return {one["tag"]: one for one in lines if "run_by" in one}
+
+
+def task_cell(judged: Mapping[str, Any], name: str, task: str) -> str:
+    """A model's right answers to a task, beside the dense one's."""
+    own, dense = (judged.get(f"{one}, {task}") for one in (name, "dense"))
+    if own is None or dense is None:
+        return "-"
+    base = compare.all_questions(dense, task)
+    return compare.points(base if own is dense else compare.all_questions(own, task), base)
+
+
 def tasks() -> str:
     """The page on a use: models that were fine-tuned on a task, pruned and recovered on it, beside the dense one."""
-    lines = map(json.loads, TASKS.read_text().splitlines() if TASKS.exists() else ())
-    judged = {one["tag"]: one for one in lines if "run_by" in one}
+    judged = task_records()
     names = dict.fromkeys(tag.rpartition(", ")[0] for tag in judged)
-
-    def cell(name: str, task: str) -> str:
-        own, dense = (judged.get(f"{one}, {task}") for one in (name, "dense"))
-        if own is None or dense is None:
-            return "-"
-        base = compare.all_questions(dense, task)
-        return compare.points(base if own is dense else compare.all_questions(own, task), base)
-
     ordered = sorted(names, key=lambda name: PATTERNS.index(name[:3]) if name.startswith(PATTERNS) else -1)
-    rows = [[name, *(cell(name, task) for task in compare.TASKS)] for name in ordered]
+    rows = [[name, *(task_cell(judged, name, task) for task in compare.TASKS)] for name in ordered]
     return markdown(("model", *compare.TASKS.values()), rows)
 
 

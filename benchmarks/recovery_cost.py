@@ -6,7 +6,7 @@
     torchrun --nproc-per-node 4 benchmarks/recovery_cost.py recover FOLDER --out results/h200/recovery-cost.jsonl
 
 ``make`` writes a model of Qwen2.5-7B's shape, with as many of its 28 layers as asked for, its pruned form and a text of
-random words. ``prune`` times each layer of it, and matching in it; several processes do not match. ``recover`` sets a
+random letters. ``prune`` times each layer of it, and matching in it; several processes do not match. ``recover`` sets a
 run up as the command does, and times steps; it saves no state and no result. ``--tiny`` is a rehearsal on a CPU.
 """
 
@@ -16,6 +16,7 @@ import argparse
 import json
 import random
 import shutil
+import string
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -69,7 +70,7 @@ def make(folder: Path, layers: int, tiny: bool) -> None:
     config = transformers.Qwen2Config(**(TINY if tiny else QWEN_7B), num_hidden_layers=layers)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    write_words(folder, config.vocab_size)
+    write_text(folder)
     model.save_pretrained(folder / "dense", max_shard_size="4GB")
     with torch.no_grad():
         for linear in (one for one in model.model.layers.modules() if isinstance(one, torch.nn.Linear)):
@@ -79,16 +80,17 @@ def make(folder: Path, layers: int, tiny: bool) -> None:
     write_json(folder / "pruned/config.json", read_json(folder / "pruned/config.json") | marked)
 
 
-def write_words(folder: Path, vocabulary: int) -> None:
-    """A text of random words, and a tokenizer to which each is a token."""
+def write_text(folder: Path) -> None:
+    """A text of random letters, and a tokenizer to which each is a token."""
     import tokenizers
     import transformers
 
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(vocabulary)}, unk_token="w0"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0").save_pretrained(folder / "dense")
-    words = random.Random(0).choices(range(vocabulary), k=2 * SAMPLES * LENGTH)
-    (folder / "text.txt").write_text(" ".join(f"w{i}" for i in words))
+    level = tokenizers.pre_tokenizers.ByteLevel
+    letters = {letter: i for i, letter in enumerate(sorted(level.alphabet()))}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
+    made.pre_tokenizer = level(add_prefix_space=False)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(folder / "dense")
+    (folder / "text.txt").write_text("".join(random.Random(0).choices(string.ascii_letters, k=2 * SAMPLES * LENGTH)))
 
 
 def prune(folder: Path, ranks: Ranks, where: torch.device, tiny: bool) -> dict[str, Any]:
