@@ -129,7 +129,8 @@ def read_windows(folder: Path, config: Any, options: RecoverOptions) -> Windows:
 def _once(texts: Sequence[Sequence[Document]]) -> list[list[Document]]:
     """Return the documents of texts, each once: a repeated one would be trained and evaluated on."""
     placed = [(place, one) for place, text in enumerate(texts) for one in text]
-    once = {json.dumps([one, getattr(one, "tools", None)]): (place, one) for place, one in placed}
+    words = ((json.dumps([one, getattr(one, "tools", None)]).encode(), place, one) for place, one in placed)
+    once = {hashlib.sha256(said).digest(): (place, one) for said, place, one in words}
     if len(once) < len(placed):
         LOG.warning("%d documents of the texts are repetitions, and left out", len(placed) - len(once))
     return [[one for at, one in once.values() if at == place] for place in range(len(texts))]
