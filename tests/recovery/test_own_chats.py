@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from architectures import ARCHITECTURES
 from checkpoints import add_tokenizer, edited_config, make_checkpoint, reverse_letters, write_text
 from small_models import make
@@ -111,6 +112,15 @@ def test_padding_does_not_change_what_is_answered(model: Path, monkeypatch: pyte
     prompts = [[5, 6, 7], [9], [4, 8, 15, 16, 23, 42]]
     together = writer.answer(prompts, 6, seed=0)
     assert together == [writer.answer([one], 6, seed=1)[0] for one in prompts]
+    run = writer.model.generate
+
+    def one_at_a_time(ids: torch.Tensor, **how: Any) -> torch.Tensor:
+        if len(ids) > 1:
+            raise torch.OutOfMemoryError
+        return run(ids, **how)
+
+    monkeypatch.setattr(writer.model, "generate", one_at_a_time)
+    assert writer.answer(prompts, 6, seed=0) == together
     (end,) = {together[0][2]}
     writer = TransformersWriter(model / "base", 99, "cpu", [end])
     assert writer.answer(prompts, 6, seed=0)[0] == together[0][: together[0].index(end) + 1]

@@ -70,7 +70,7 @@ def test_a_document_of_several_texts_is_not_trained_and_evaluated_on(tmp_path: P
     texts = tuple(f"{tmp_path / name}.jsonl" for name in ("one", "two"))
     found = read_windows(tmp_path / "m", CONFIG, RecoverOptions(texts, tokens=99, batch=64, window=8, eval_windows=8))
     trained, evaluated = ([*map(tuple, some.tolist())] for some in (torch.cat(found.train), found.evaluation))
-    assert (len(trained) + len(evaluated), len(found.train[1])) == (78, 35)
+    assert (len(trained) + len(evaluated), len(found.train[1])) == (78, 17)
     assert not {*trained} & {*evaluated}
 
 

@@ -15,10 +15,7 @@ from slidesparse.cli.arguments import (
     print_outcome,
     source_of,
 )  # fmt: skip
-from slidesparse.cli.calibration import (
-    add_calibration,
-    calibration_of,
-)  # fmt: skip
+from slidesparse.cli.calibration import add_calibration, calibration_of
 from slidesparse.cli.together import own_device, together
 from slidesparse.errors import InputError
 

@@ -54,7 +54,7 @@ OF_CHATS, OF_PRUNING, OF_JUDGING = 0.25, 0.5, 0.1
 """Shares of the minutes."""
 
 CHATS = {"cuda": (40_000, 400), "cpu": (1_000, 200)}
-"""Most chats to write, and most tokens of an answer: a CPU writes some thousand chats an hour of a small model."""
+"""Most chats to write, and most tokens of an answer: a CPU writes about a thousand chats an hour with a small model."""
 
 HELD_OUT = 128
 """Most prompts to judge on: a quarter of all, and eight at least."""
@@ -135,7 +135,10 @@ def compress(
         raise InputError("--pattern", got=pattern, needed="one with zeros to train", remedy=remedy)
     if prompts is not None and chats is not None:
         raise InputError("--prompts with --chats", needed="one of them", remedy="--chats are answered already")
-    texts = hashlib.sha256(json.dumps([one and read_documents(one) for one in (prompts, chats)]).encode()).hexdigest()
+    given = prompts if chats is None else chats
+    documents = read_documents(given) if given else []
+    said = [[one, getattr(one, "tools", None), getattr(one, "tokens", None)] for one in documents]
+    texts = hashlib.sha256(json.dumps([chats is None, said]).encode()).hexdigest()
     where, dense = usable_device(device), Checkpoint(source_folder(model, revision))
     options = {"pattern": pattern, "dtype": dtype, "rounding": rounding, "texts": texts}  # not the minutes
     known = {"options": options, "model": fingerprint(dense, dense.config), "device": where.type}
@@ -225,17 +228,21 @@ class _Run:
             less = replace(layers, windows=layers.windows[:samples], matching=matching)
             return estimate_seconds(replace(plan, layers=less), self.device) or 0.0
 
-        least = LEAST_WINDOWS * self.window
+        least, half = LEAST_WINDOWS * self.window, 60 * self.minutes * OF_PRUNING
+        over = []
         for train, (samples, steps) in product((True, False), self.ladder):
             pruning, rounding = seconds(samples, steps), seconds(samples, 0) * train
             trained = max(0, rate * (self.left() - pruning - rounding))
-            fits = pruning + rounding <= 60 * self.minutes * OF_PRUNING
-            if fits and (not train or (tokens >= least and trained >= LEAST_TOKENS)):
+            if pruning + rounding <= half and (not train or (tokens >= least and trained >= LEAST_TOKENS)):
                 break
-        few = f"{tokens} tokens of chats and time for {trained:.0f}, where it needs {least} and {LEAST_TOKENS}"
+        else:
+            over = [f"more than a half of the minutes: pruning takes {describe_seconds(pruning)}"]
+        cheapest = 2 * seconds(*self.ladder[-1])
+        most = max(0, rate * (self.left() - cheapest)) if cheapest <= half else 0
+        few = f"{tokens} tokens of chats and time for {most:.0f}, where it needs {least} and {LEAST_TOKENS}"
         best = self.ladder[0][1]
         takes = f"with which pruning takes {describe_seconds(seconds(samples, best))}" if best else "which have experts"
-        left_out = [f"no training: {few}"] * (not train) + [f"no matching of layers, {takes}"] * (not steps)
+        left_out = over + [f"no training: {few}"] * (not train) + [f"no matching of layers, {takes}"] * (not steps)
         how = {"samples": min(samples, len(layers.windows)), "length": layers.windows.shape[1], "match_steps": steps}
         return {"how": how, "train": train, "rounding": rounding, "estimated": pruning + rounding, "left_out": left_out}
 

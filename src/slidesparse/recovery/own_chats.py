@@ -141,7 +141,7 @@ def _answers_in(file: BinaryIO, part: Path, asked: list[list[int]], vocabulary: 
     return len(whole)
 
 
-def _is_answer(line: bytes, vocabulary: str, asked: Sequence[int] = ()) -> bool:
+def _is_answer(line: bytes, vocabulary: str, asked: Sequence[int]) -> bool:
     """Return whether a line is undamaged, of a model with this tokenizer, and answers the prompt of these tokens."""
     try:
         chat = document("chat", parse_json(line, "chat", non_finite=True))

@@ -47,7 +47,8 @@ def _prompt(kind: str, rng: random.Random, functions: list[dict[str, str]]) -> s
     if kind == "letters":
         return f"{rng.choice(FORMS['tasks'])}\n\n{asked}"
     ends = {"arithmetic": "steps", "programs": "tests", "functions": "tests", "code": ""}.get(kind, "ends")
-    return f"{asked} {rng.choice(FORMS[ends])}".strip() if ends else asked
+    between = "\n\n" if asked.endswith("```") else " "
+    return f"{asked}{between}{rng.choice(FORMS[ends])}".strip() if ends else asked
 
 
 def _drawn(rng: random.Random) -> dict[str, Any]:

@@ -118,6 +118,7 @@ def read_windows(folder: Path, config: Any, options: RecoverOptions) -> Windows:
             got = f"{len(tokens)} tokens, {len(windows)} windows of {options.window}"
             needed = "two windows, one to train on and one to evaluate on"
             remedy = "use a longer text, or a shorter --window"
+            remedy = remedy if inside else "leave it out: another text holds all its documents"
             raise InputError(f"{text.file} is too short", got=got, needed=needed, remedy=remedy)
         kept_out = max(1, min(max(count, 1), len(windows) // 8))  # at most an eighth
         order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(options.seed))
@@ -130,7 +131,9 @@ def _once(texts: Sequence[Sequence[Document]]) -> list[list[Document]]:
     """Return the documents of texts, each once: a repeated one would be trained and evaluated on."""
     placed = [(place, one) for place, text in enumerate(texts) for one in text]
     words = ((json.dumps([one, getattr(one, "tools", None)]).encode(), place, one) for place, one in placed)
-    once = {hashlib.sha256(said).digest(): (place, one) for said, place, one in words}
+    once: dict[bytes, tuple[int, Document]] = {}
+    for said, place, one in words:
+        once.setdefault(hashlib.sha256(said).digest(), (place, one))
     if len(once) < len(placed):
         LOG.warning("%d documents of the texts are repetitions, and left out", len(placed) - len(once))
     return [[one for at, one in once.values() if at == place] for place in range(len(texts))]

@@ -89,7 +89,9 @@ class TransformersWriter:
     def _fitting(self, length: int) -> int:
         """Return the number of answers whose keys, values, activations and logits take 3/4 of the free GPU memory."""
         config = self.model.config.get_text_config(decoder=True)
-        each = length * config.hidden_size * (4 * config.num_hidden_layers + 24) + 32 * (vocabulary_of(config) or 0)
+        heads = getattr(config, "num_attention_heads", 0) * (getattr(config, "head_dim", None) or 0)
+        of_a_token = 4 * max(heads, config.hidden_size) * config.num_hidden_layers + 40 * config.hidden_size
+        each = length * of_a_token + 32 * (vocabulary_of(config) or 0)
         return max(1, int(3 * torch.cuda.mem_get_info(self.model.device)[0] // 4 // each))
 
     def answer(self, prompts: Sequence[list[int]], max_tokens: int, seed: int) -> list[list[int]]:
@@ -103,9 +105,13 @@ class TransformersWriter:
             with other_library():  # some decompress their weights in the first call
                 rows = self.model.generate(ids, **how).tolist()
         except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise UnsupportedError("transformers cannot run the model", got=first_line(error)) from error
+            if not isinstance(error, torch.OutOfMemoryError) or len(prompts) == 1:
+                raise UnsupportedError("transformers cannot run the model", got=first_line(error)) from error
+            rows = None  # once the error, which holds tensors, is gone
+        if rows is None:
+            half = len(prompts) // 2
+            some = self.answer(prompts[:half], max_tokens, seed)
+            return [*some, *self.answer(prompts[half:], max_tokens, seed + half)]
         found = [next((i + 1 for i in range(width, len(row)) if row[i] in self.ends), len(row)) for row in rows]
         return [row[width:end] for row, end in zip(rows, found, strict=True)]
 
