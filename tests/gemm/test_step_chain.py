@@ -1,4 +1,4 @@
-"""Chains on the Hopper kernel, with linears that compute on the CPU what they are told by address."""
+"""Chains on kernels of weights in steps, with linears that compute on the CPU what they are told by address."""
 
 from __future__ import annotations
 
