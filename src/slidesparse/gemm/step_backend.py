@@ -118,7 +118,7 @@ class StepBackend(Backend):
     def chain_runner(self, linears: Sequence[tuple[Runner, Slots]]) -> ChainRunner:
         """See :class:`slidesparse.gemm.backend.Backend`; one workspace, and one check of weights."""
         own = [(runner, slots) for runner, slots in linears if isinstance(runner, StepLinear)]
-        return StepChain(own) if len(own) == len(linears) > 1 else OneByOne(linears)
+        return StepChain(own, self.name) if len(own) == len(linears) > 1 else OneByOne(linears)
 
     @abstractmethod
     def tiles(self, dtype: torch.dtype, device: int, dense: bool) -> Iterable[AnyTile]:

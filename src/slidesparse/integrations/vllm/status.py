@@ -25,7 +25,6 @@ NO_PATTERN_HERE = (
 )
 
 LACKED = "dense by torch, since vLLM has no INT8 kernel for this GPU"
-"""Form of a layer that cannot be left to vLLM."""
 
 
 @dataclass(frozen=True)
