@@ -154,8 +154,8 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
     able = [name for name, why_not in answers.items() if why_not is None]
     refusals = "; ".join(f"{name}: {why_not}" for name, why_not in answers.items() if why_not is not None)
     if not able:
-        name = "reference" if problem.slid and fallback == "none" else "dense"
-        return _only(name, refusals or "no accelerated backend is known")
+        alone = "reference" if problem.slid and fallback == "none" else "dense"
+        return _only(alone, refusals or "no accelerated backend is known")
     layer = find_measured(problem, able if fallback == "none" else ["dense", *able])
     if layer is None:
         packed = fallback == "none" or _gains_unmeasured(able[0], problem)
