@@ -133,6 +133,15 @@ def test_dense_int8_runs_by_a_kernel_of_ours_where_servers_have_none(
         assert torch.equal(SlideLinear(settled.packed, choice=settled.choice).unpack(), weight)
 
 
+def test_a_dense_int8_weight_that_no_kernel_of_ours_runs_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    act_as_blackwell(monkeypatch, "NVRTC is too old")
+    settled = settle(*quantize_weight(torch.randn(16, 96), torch.int8), DENSE, Chooser())
+    assert isinstance(settled, RunsDense)
+    assert settled.reason.startswith("as the checkpoint says; ")
+    assert "ampere: NVRTC is too old" in settled.reason
+    assert settled.choice is None
+
+
 class Tuner:
     """Wants every layer, and keeps what it measured."""
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hopper_ptx import expected, problem, run_product
 from ptx_emulator.state import Fault
+from step_ptx import expected, problem, run_product
 from tolerances import assert_product
 
 from slidesparse.gemm.ampere.backend import Ampere, AmpereSixBits

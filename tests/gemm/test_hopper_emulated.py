@@ -6,9 +6,9 @@ import pytest
 import torch
 from expert_weights import packed_experts
 from hopper_forms import Bundles, ExpertsWithoutBundles, SixBitBundles
-from hopper_ptx import OUT, EmulatedKernel, expected, problem, run_product
 from ptx_emulator.state import Fault, GlobalMemory
 from slab_views import slab_view
+from step_ptx import OUT, EmulatedKernel, expected, problem, run_product
 from tolerances import assert_product
 
 from slidesparse.gemm.hopper import grouped

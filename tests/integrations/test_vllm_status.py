@@ -9,7 +9,7 @@ import torch
 
 from slidesparse.errors import UnsupportedError
 from slidesparse.integrations.gain import LoadedLinear
-from slidesparse.integrations.vllm.status import ModelStatus, Outcome
+from slidesparse.integrations.vllm.status import LACKED, ModelStatus, Outcome
 
 LOG = logging.getLogger("test")
 
@@ -86,6 +86,15 @@ def test_a_part_of_a_model_without_any_pattern_is_a_warning(caplog: pytest.LogCa
     assert warning == (
         "slidesparse: none of the 1 layers in this stage of the pipeline satisfies any pattern: it runs dense"
     )
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_layers_without_a_kernel_of_vllms_are_not_called_vllms_own(joined: bool) -> None:
+    status = ModelStatus()
+    status.outcomes = {"a.b": Outcome(False, True, "ampere: NVRTC is too old", joined=joined, how=LACKED)}
+    total, layer = status.describe()
+    assert total == f"slidesparse: nothing is sparse: 1 of 1 layers run {LACKED}"
+    assert layer.endswith(f"{LACKED}, ampere: NVRTC is too old")
 
 
 def test_the_status_does_not_wait_for_layers_that_are_gone_or_never_loaded(caplog: pytest.LogCaptureFixture) -> None:

@@ -61,7 +61,12 @@ def test_where_nothing_can_be_fused_every_layer_is_vllms(
 @pytest.mark.parametrize("refusal", [None, "NVRTC is too old"])
 @pytest.mark.parametrize("settings", [{"enforce_eager": True}, {}])
 def test_on_blackwell_no_int8_layer_is_left_to_vllm_which_has_no_kernel(
-    checkpoints: Any, tmp_path: Path, settings: dict[str, Any], refusal: str | None, monkeypatch: pytest.MonkeyPatch
+    checkpoints: Any,
+    tmp_path: Path,
+    settings: dict[str, Any],
+    refusal: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     act_as_blackwell(monkeypatch, refusal)
     path = rewritten(checkpoints("dense"), tmp_path / "dense")
@@ -70,6 +75,12 @@ def test_on_blackwell_no_int8_layer_is_left_to_vllm_which_has_no_kernel(
         assert linear.slide.choice.backends == ("dense" if refusal else "ampere",)
     stored = load_file(path / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
     assert torch.equal(layer.mlp.down_proj.slide.unpack(), stored)
+    lacked = "dense by torch, since vLLM has no INT8 kernel for this GPU"
+    total = f"slidesparse: nothing is sparse: 4 of 4 layers run {lacked}"
+    assert sparse_lines(caplog) == ([total] if refusal else [])
+    told = [line for line in caplog.messages if f": {lacked}, " in line]
+    assert len(told) == (4 if refusal else 0)
+    assert all("ampere: NVRTC is too old" in line and ("fused with" in line) == (not settings) for line in told)
 
 
 FOUR_BITS = {"num_bits": 4, "strategy": "group", "group_size": 128}

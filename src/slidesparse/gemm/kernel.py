@@ -24,7 +24,7 @@ INVALID_CONTEXT = 201
 
 
 class Arguments(ctypes.Structure):
-    """``struct Arguments`` of the source, field for field (tests/gemm/test_hopper_launch.py compares the two).
+    """``struct Arguments`` of the source, field for field (tests/gemm/test_step_launch.py compares the two).
 
     ``dense`` and ``dense_slabs`` stay zero: no weight has dense steps.
     """
@@ -127,7 +127,7 @@ def load_kernel(
 ) -> Kernel:
     """Return a variant, loaded on a device, by its index, for the life of the process.
 
-    The other arguments are those of :func:`slidesparse.gemm.hopper.compile.options`, all positional for the cache.
+    The other arguments are those of the tile's ``compile``, all positional for the cache.
 
     Raises:
         UnsupportedError: No compiler, no driver, or a CUDA graph is being captured: loading code may synchronise.

@@ -24,7 +24,8 @@ TOKEN_STEP = 16
 
 SECOND_LAUNCH = 8000
 """Least saving of a second band, in clock cycles, from times on an H100 (results/h100/hopper-bands.jsonl): with it the
-choice is 0.8 % slower than the better of one and two bands, and never 5 % slower than one."""
+choice is 0.8 % slower than the better of one and two bands, and never 5 % slower than one. For ``ampere`` see
+results/h200/mma-sync-bands.jsonl."""
 
 BIAS_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 

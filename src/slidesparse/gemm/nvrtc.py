@@ -90,7 +90,7 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def compile_sources(files: Mapping[str, str], opts: list[str]) -> tuple[bytes, str]:
-    """Return the machine code of :func:`sources` with :func:`options`, and the compiler's log.
+    """Return the machine code of sources compiled with options, and the compiler's log.
 
     Raises:
         UnsupportedError: The compiler refuses; with the first line of its log.

@@ -154,9 +154,8 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
     able = [name for name, why_not in answers.items() if why_not is None]
     refusals = "; ".join(f"{name}: {why_not}" for name, why_not in answers.items() if why_not is not None)
     if not able:
-        if not problem.slid:
-            return _only("dense", NOTHING_SLID)
-        return _only("reference" if fallback == "none" else "dense", refusals or "no accelerated backend is known")
+        alone = "reference" if problem.slid and fallback == "none" else "dense"
+        return _only(alone, refusals or "no accelerated backend is known")
     layer = find_measured(problem, able if fallback == "none" else ["dense", *able])
     if layer is None:
         packed = fallback == "none" or _gains_unmeasured(able[0], problem)
@@ -173,11 +172,11 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
 
 
 def _gains_unmeasured(backend: str, problem: Problem) -> bool:
-    """Return whether a packed weight gains in all likelihood: one of 8 bits on Hopper, at 6:8 or with more zeros.
+    """Return whether a packed weight gains in all likelihood: 8 bits at 6:8 or sparser on Hopper, INT8 on Blackwell.
 
     On an H100 and an H200 dense copies were worth their memory in none of such layers (results/h100/layers.json,
-    results/h200/layers.json). INT8 runs packed where servers have no kernel: torch's, the only dense one left, has no
-    fused scales, and nobody has run it there.
+    results/h200/layers.json). On Blackwell the only dense INT8 kernel is torch's, without fused scales; a slid
+    weight runs by cuSPARSELt where NVIDIA lists the card, since nobody has run ``ampere`` there.
     """
     if servers_lack(problem.dtype, problem.device):
         return True

@@ -1,8 +1,8 @@
 """The backends that multiply weights in steps: our own GEMMs, with scales and bias in their epilogues.
 
-One launch multiplies a 2:4 weight, applies ``scale_x``, ``scale_w`` and the bias in float32 and rounds once.
-Activations come in slabs (:class:`slidesparse.lifting.layout.Slabs`) from the quantise-and-lift kernel, weights from
-:mod:`slidesparse.gemm.steps`: no call needs descriptors or a plan. A subclass has a kernel and its tiles.
+A launch multiplies a 2:4 or dense weight, or a band of its channels, applies ``scale_x``, ``scale_w`` and the bias in
+float32 and rounds once. Activations come in slabs (:class:`slidesparse.lifting.layout.Slabs`) from quantise-and-lift,
+weights from :mod:`slidesparse.gemm.steps`: no call needs descriptors or a plan. A subclass has a kernel and its tiles.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from slidesparse.weights.support import check_vector
 
 
 class StepBackend(Backend):
-    """A backend that multiplies weights in steps by lifted activations, in one launch."""
+    """A backend that multiplies weights in steps by lifted activations, in a launch for each band."""
 
     revision: str
     """Revision of the kernel, to increment when its speed changes: measured times belong to one revision."""
@@ -105,7 +105,7 @@ class StepBackend(Backend):
         return StepForm(steps.shape[1], 0, self.value_bits, dense)
 
     def runner(self, lift: Lift, out_features: int) -> Runner:
-        """See :class:`slidesparse.gemm.backend.Backend`; two launches, with only addresses between."""
+        """See :class:`slidesparse.gemm.backend.Backend`; lift and product, with only addresses between."""
         by_parts = LiftThenMultiply(self, lift, out_features)
         if isinstance(lift, TorchLift) or not out_features:
             return by_parts
@@ -118,7 +118,7 @@ class StepBackend(Backend):
     def chain_runner(self, linears: Sequence[tuple[Runner, Slots]]) -> ChainRunner:
         """See :class:`slidesparse.gemm.backend.Backend`; one workspace, and one check of weights."""
         own = [(runner, slots) for runner, slots in linears if isinstance(runner, StepLinear)]
-        return StepChain(own) if len(own) == len(linears) > 1 else OneByOne(linears)
+        return StepChain(own, self.name) if len(own) == len(linears) > 1 else OneByOne(linears)
 
     @abstractmethod
     def tiles(self, dtype: torch.dtype, device: int, dense: bool) -> Iterable[AnyTile]:

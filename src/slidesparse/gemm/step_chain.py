@@ -67,16 +67,17 @@ class StepChain:
 
     Args:
         linears: Two or more linears, each on the product of the one before it, with the slots of their tensors.
+        backend: Name of their backend.
     """
 
     __slots__ = (
-        *("_adding", "_known", "_lift", "_linears", "_one_by_one", "_out", "_own", "_product_start", "_ready"),
-        "_workspace_bytes",
+        *("_adding", "_backend", "_known", "_lift", "_linears", "_one_by_one", "_out", "_own", "_product_start"),
+        *("_ready", "_workspace_bytes"),
     )
 
-    def __init__(self, linears: Sequence[tuple[StepLinear, Slots]]) -> None:
+    def __init__(self, linears: Sequence[tuple[StepLinear, Slots]], backend: str) -> None:
         runners, adding = [runner for runner, _ in linears], [i for i, (_, slots) in enumerate(linears) if slots.adds]
-        self._one_by_one = OneByOne(linears)
+        self._backend, self._one_by_one = backend, OneByOne(linears)
         self._lift, self._out = runners[0].lift, runners[-1].out
         self._adding = [runners[i].lift for i in adding]
         tokens, item_bytes = self._lift.tokens, self._lift.source.itemsize
@@ -178,7 +179,8 @@ class StepChain:
         log_once(f"slidesparse: {self!r} run one by one: {reason}", logging.WARNING)
 
     def __repr__(self) -> str:
-        return f"a chain of {len(self._linears)} linears ({self._lift.order.in_features} -> {self._out})"
+        sizes = f"{self._lift.order.in_features} -> {self._out}"
+        return f"a chain of {len(self._linears)} linears on {self._backend} ({sizes})"
 
 
 class KnownWeights:

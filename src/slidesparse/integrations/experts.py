@@ -121,7 +121,7 @@ def find_loaded(
     count, out, columns = gate_up.shape
     numbers, slid, bits = (count, everywhere, top_k), DENSE not in patterns, max(map(value_bits, (gate_up, down)))
     problem = Problem(patterns[0], gate_up.dtype, out, columns, gate_up.device, slid, bits)
-    product = grouped_product(problem) if problem.has_forms else AT_DENSE
+    product = grouped_product(problem) if slid or bits == 6 else AT_DENSE
     if isinstance(product, str):
         return product
     sizes = columns, down.shape[2]

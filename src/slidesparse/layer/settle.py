@@ -142,7 +142,9 @@ def settle(
     pack_it = partial(pack_checked, weight, form, scale=scale, k_offset=k_offset if slid else 0, name=name)
     choice, packed = chooser.choose_first(problem, pack_it)
     if choice.backends == ("dense",):
-        return RunsDense(f"{form}; {choice.reason}", known, choice) if slid or choice.able else as_it_is
+        if slid or choice.able:
+            return RunsDense(f"{form}; {choice.reason}", known, choice)
+        return replace(as_it_is, reason=f"{as_it_is.reason}; {choice.reason}")
     return RunsPacked(pack_it() if packed is None else packed, choice)
 
 

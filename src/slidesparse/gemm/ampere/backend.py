@@ -27,7 +27,7 @@ def why_no_kernels(dtype: torch.dtype, capability: tuple[int, int]) -> str | Non
 
 
 class Ampere(StepBackend):
-    """The backend that multiplies 2:4 or dense weights by ``mma.sync``, in one launch."""
+    """The backend that multiplies 2:4 or dense weights by ``mma.sync``."""
 
     name, revision = "ampere", "ampere-3"
     dense, oldest_compiler = True, (12, 5)  # PTX 8.5, for mma.sp::ordered_metadata

@@ -190,11 +190,11 @@ def choose_bands(tokens: int, channels: int, form: StepForm, itemsize: int, card
 
 
 @lru_cache(maxsize=64)
-def fitting(form: StepForm, itemsize: int, card: Card) -> list[MmaTile]:
+def fitting(form: StepForm, itemsize: int, card: Card) -> tuple[MmaTile, ...]:
     """Return the tiles for a form of weight that a card has room for."""
     of_form = (replace(tile, dense=form.dense) for tile in TILES)
     found = (tile.fitted(card.shared_bytes, itemsize, form.value_bits) for tile in of_form)
-    return [tile for tile in found if tile is not None]
+    return tuple(tile for tile in found if tile is not None)
 
 
 def cheapest(tokens: int, channels: int, form: StepForm, itemsize: int, card: Card) -> MmaTile:

@@ -25,6 +25,8 @@ from slidesparse.models.layer_kinds import kind_of
 SUBMODULE = "slide"
 """Attribute of a converted layer for its SlideLinear."""
 
+LACKED = "dense by torch, since SGLang has no INT8 kernel for this GPU"
+
 NEVER_UPDATED, ASKED = "_derived_weight_cache_error", "_unsupported_derived_weight_cache_error"
 """SGLang's attribute of a module with the reason why its weights cannot be replaced (captured CUDA graphs hold packed
 ones), and the function that finds it. Every update of a running engine calls that first, and returns a reason."""
@@ -89,7 +91,8 @@ class SGLangScheme(CompressedTensorsLinearScheme):
         if isinstance(settled, RunsPacked):
             how = settled.how
             slide = SlideLinear(settled.packed, choice=settled.choice, activation_rounding="sglang")
-        elif self.model.fuses or servers_lack(weight.dtype, weight.device):
+        elif (lacked := servers_lack(weight.dtype, weight.device)) or self.model.fuses:
+            how = LACKED if lacked else how
             packed = pack_dense(weight, scale, name=self.name)
             slide = SlideLinear(packed, choice=settled.choice, activation_rounding="sglang")
         log_once(f"slidesparse: {kind_of(self.name)}: {how}, {settled.reason}", log=log)

@@ -28,7 +28,7 @@ from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.integrations.vllm.private import reads_weight_itself
 from slidesparse.integrations.vllm.reload import keep, kept, pack_again
-from slidesparse.integrations.vllm.status import Outcome
+from slidesparse.integrations.vllm.status import LACKED, Outcome
 from slidesparse.layer.linear import SlideLinear
 from slidesparse.layer.settle import RunsPacked, pack_dense, settle
 from slidesparse.weights.quant import QUANTISED
@@ -38,8 +38,6 @@ READ_ELSEWHERE = "left to vLLM, which reads its weight in a kernel of its own"
 READ_BY_ADAPTERS = "left to vLLM, since LoRA adapters read its weight"
 
 READ_BY_DRAFTS = "left to vLLM, which compares its weight with a draft's"
-
-LACKED = "by torch, since vLLM has no INT8 kernel for this GPU"
 
 JOINED = "fused with the norm or activation before it, if there is one"
 """Outcome of a linear that the pass over graphs may join; the operator before it is not known yet."""
@@ -209,4 +207,5 @@ def _settle(layer: Any, named: NamedLayer, in_features: int, model: ModelState) 
     if not quantised or not (fuse or lacked):
         return None, outcome
     slide = SlideLinear(pack_dense(weight, scale, name=named.name), choice=settled.choice)
-    return slide, replace(outcome, text=f"{settled.reason}; {JOINED if fuse else LACKED}", joined=True)
+    text = f"{settled.reason}; {JOINED}" if fuse else settled.reason
+    return slide, replace(outcome, text=text, joined=fuse, how=LACKED if lacked else outcome.how)

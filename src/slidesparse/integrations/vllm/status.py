@@ -24,6 +24,8 @@ NO_PATTERN_HERE = (
     "slidesparse: none of the %d layers in this stage of the pipeline satisfies any pattern: it runs dense"
 )
 
+LACKED = "dense by torch, since vLLM has no INT8 kernel for this GPU"
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -37,7 +39,7 @@ class Outcome:
         joined: It runs dense by our operator, which the norm or activation before it may be joined with.
         kept_bytes: Bytes of its kept weight, 0 where not counted; ``dense_bytes``: as vLLM loaded it.
         linear: The times of a linear whose backends were chosen, sparse or dense.
-        how: The form of packed weights in words, where they are not sparse.
+        how: Its form in words, where it is neither sparse nor a plain dense one.
     """
 
     sparse: bool
@@ -122,6 +124,8 @@ class ModelStatus:
         if any(outcome.sparse or outcome.eligible for outcome in outcomes):
             others = "".join(f", {count} {how}" for how, count in forms.items() if how not in ("sparse", "dense"))
             return f"{forms['sparse']} of {len(outcomes)} layers run sparse{others}{self._memory()}"
+        if forms[LACKED]:
+            return f"nothing is sparse: {forms[LACKED]} of {len(outcomes)} layers run {LACKED}"
         if not joined:
             return f"nothing is sparse, and nothing is fused: all {len(outcomes)} layers are vLLM's own"
         return (

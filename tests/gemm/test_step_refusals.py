@@ -1,4 +1,4 @@
-"""What the Hopper backend says where it cannot run: no GPU needed."""
+"""What the backends of weights in steps say where they cannot run: no GPU needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Hopper kernel's operands: their sizes, and back to the weight. No GPU needed."""
+"""Weights in steps: their sizes, and back to the weight. No GPU needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the driver is told of a launch of the Hopper kernel: our struct, cuda-bindings' own, a driver that listens."""
+"""What the driver is told of a launch: our struct, cuda-bindings' own, a driver that listens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chains on the Hopper kernel, with linears that compute on the CPU what they are told by address."""
+"""Chains on kernels of weights in steps, with linears that compute on the CPU what they are told by address."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def block(prologues: tuple[str, ...] = PROLOGUES, sizes: list[tuple[int, int]] =
         slots = Slots(range(start, start + 2), start + 2, None, norm_weight, prologue == "add_rms_norm", eps)
         linears.append((linear, slots))
     step_chain._known.cache_clear()
-    return StepChain(linears), [linear for linear, _ in linears], tensors  # type: ignore[arg-type]
+    return StepChain(linears, "hopper"), [linear for linear, _ in linears], tensors  # type: ignore[arg-type]
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,7 +193,7 @@ def test_chains_of_another_kind_check_the_same_tensors_for_themselves() -> None:
             others[1].kind = ("another type",)
         else:
             slots[1] = slots[1]._replace(scale=slots[0].scale)
-        other = StepChain(list(zip(others, slots, strict=True)))  # type: ignore[arg-type]
+        other = StepChain(list(zip(others, slots, strict=True)), "hopper")  # type: ignore[arg-type]
         assert chain(*inputs(), tensors) is not ONE_BY_ONE
         assert other(*inputs(), tensors) is not ONE_BY_ONE
         assert [linear.checks for linear in others] == [1, 1]
@@ -226,7 +226,7 @@ ROWS = "activations or residual are not aligned rows on the current device"
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Reasons that were logged since this was asked for the last time."""
-    start = f"slidesparse: a chain of 4 linears ({WIDE} -> {HIDDEN + 16}) run one by one: "
+    start = f"slidesparse: a chain of 4 linears on hopper ({WIDE} -> {HIDDEN + 16}) run one by one: "
     assert all(message.startswith(start) for message in caplog.messages)
     reasons = [message.removeprefix(start) for message in caplog.messages]
     caplog.clear()
@@ -287,7 +287,7 @@ def test_linears_that_do_not_fit_each_other_are_run_one_by_one(
     for _ in range(2):
         assert chain(*inputs(), tensors) is ONE_BY_ONE
     (message,) = caplog.messages
-    assert message.startswith(f"slidesparse: a chain of {len(sizes)} linears ")
+    assert message.startswith(f"slidesparse: a chain of {len(sizes)} linears on hopper ")
     aligned = all(linear.out % 16 == 0 for linear in linears)
     assert message.endswith("as the one before it gives" if aligned else "rows that are no multiple of 16 numbers")
 
