@@ -137,6 +137,16 @@ def test_minutes_that_do_not_suffice_at_all_are_refused(
     assert not [*tmp_path.iterdir()]
 
 
+def test_too_few_prompts_are_told_before_an_answer(
+    model: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "write_chats_apart", None)
+    (tmp_path / "prompts.txt").write_text("What is a window?\n" * 20)
+    how: Any = {"minutes": 4, "prompts": str(tmp_path / "prompts.txt"), "device": "cpu"}
+    with pytest.raises(InputError, match="got 1; needed 16 or more"):
+        ss.compress(model / "base", tmp_path / "out", "2:4", **how)
+
+
 def test_no_prompt_is_trained_on_and_judged(model: Path) -> None:
     chats: list[Any] = read_documents(model / "chats.jsonl")
     training, held_out = divide_by_prompt(chats)

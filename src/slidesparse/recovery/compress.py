@@ -44,7 +44,7 @@ from slidesparse.offline.prune_function import prune
 from slidesparse.offline.prune_options import PruneOptions
 from slidesparse.recovery.judge import Figure, judge
 from slidesparse.recovery.options import MOST, RecoverOptions
-from slidesparse.recovery.own_chats import ChatOptions, chat_line, write_chats_apart
+from slidesparse.recovery.own_chats import ChatOptions, chat_line, prompts_of, write_chats_apart
 from slidesparse.recovery.recover_function import recover
 from slidesparse.recovery.result import RECORD, TYPES
 from slidesparse.weights.pattern import DENSE, Pattern
@@ -135,7 +135,7 @@ def compress(
         raise InputError("--pattern", got=pattern, needed="one with zeros to train", remedy=remedy)
     if prompts is not None and chats is not None:
         raise InputError("--prompts with --chats", needed="one of them", remedy="--chats are answered already")
-    given = prompts if chats is None else chats
+    given = chats or prompts
     documents = read_documents(given) if given else []
     said = [[one, getattr(one, "tools", None), getattr(one, "tokens", None)] for one in documents]
     texts = hashlib.sha256(json.dumps([chats is None, said]).encode()).hexdigest()
@@ -252,6 +252,8 @@ class _Run:
         if chats is None and not file.exists():
             count, longest = CHATS[self.device.type]
             options = ChatOptions(count, prompts, min(longest, positions(self.config) // 2))
+            end = {"role": "assistant", "content": ""}
+            divide_by_prompt([Chat([*one, end]) for one in prompts_of(options)])  # too few are told before an answer
             minutes = max(self.minutes * OF_CHATS - spent / 60, 0.01)  # a few are written anyway
             write_chats_apart(self.dense.path, file, options, str(self.device), minutes)
         found = [one for one in read_documents(chats or file) if isinstance(one, Chat)]
@@ -332,7 +334,8 @@ def divide_by_prompt(chats: list[Chat]) -> tuple[list[Chat], list[Chat]]:
         by_prompt.setdefault(hashlib.sha256(prompt.encode()).hexdigest(), []).append(chat)
     answered = sorted(key for key, some in by_prompt.items() if some[0][-1]["role"] == "assistant")
     if len(answered) < 16:
-        raise InputError("answered chats of different prompts", got=len(answered), needed="16 or more")
+        remedy = "give more prompts; chats without answers are --prompts"
+        raise InputError("different prompts with answers", got=len(answered), needed="16 or more", remedy=remedy)
     held_out = set(answered[: min(HELD_OUT, max(8, len(answered) // 4))])
     training = [chat for key, some in by_prompt.items() if key not in held_out for chat in some]
     return training, [by_prompt[key][0] for key in sorted(held_out)]

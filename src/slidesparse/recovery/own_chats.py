@@ -79,7 +79,7 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str, minu
         raise InputError("--minutes", got=minutes, needed=f"a number above 0, at most {MOST_MINUTES:g}")
     usable_device(device)
     opened = time.monotonic()
-    tokenizer, asked, longest = load_tokenizer(model), _prompts(options), options.max_tokens
+    tokenizer, asked, longest = load_tokenizer(model), prompts_of(options), options.max_tokens
     ids, kind = _ids(model, tokenizer, asked, longest), writer_class(options.writer, device)
     writer = kind(model, max(map(len, ids)) + longest, device, end_tokens(Checkpoint(model), tokenizer))
     vocabulary = vocabulary_digest(tokenizer)
@@ -174,7 +174,7 @@ def _key(model: Path, tokenizer: Any, options: ChatOptions) -> str:
     return hashlib.sha256(json.dumps([weights, *read, *decides]).encode()).hexdigest()[:16]
 
 
-def _prompts(options: ChatOptions) -> list[Chat]:
+def prompts_of(options: ChatOptions) -> list[Chat]:
     """Return a prompt for each chat, as all its messages; a file with too few is repeated."""
     if options.prompts is None:
         LOG.warning("prompts: sums, Python and everyday topics; your users' are better: --prompts FILE")

@@ -46,8 +46,8 @@ def _prompt(kind: str, rng: random.Random, functions: list[dict[str, str]]) -> s
     asked: str = rng.choice(FORMS[kind]).format(**drawn)
     if kind == "letters":
         return f"{rng.choice(FORMS['tasks'])}\n\n{asked}"
-    ends = {"arithmetic": "steps", "programs": "tests", "functions": "tests", "code": ""}.get(kind, "ends")
-    between = "\n\n" if asked.endswith("```") else " "
+    ends = {"arithmetic": "steps", "programs": "tests", "functions": "tests", "questions": "ends"}.get(kind, "")
+    between = "\n\n" if "\n\n" in asked else " "
     return f"{asked}{between}{rng.choice(FORMS[ends])}".strip() if ends else asked
 
 

@@ -117,9 +117,9 @@ def read_windows(folder: Path, config: Any, options: RecoverOptions) -> Windows:
         if len(windows) < 2:
             got = f"{len(tokens)} tokens, {len(windows)} windows of {options.window}"
             needed = "two windows, one to train on and one to evaluate on"
-            remedy = "use a longer text, or a shorter --window"
-            remedy = remedy if inside else "leave it out: another text holds all its documents"
-            raise InputError(f"{text.file} is too short", got=got, needed=needed, remedy=remedy)
+            what = "is too short" if inside else "holds only documents of another text"
+            remedy = "use a longer text, or a shorter --window" if inside else "leave it out"
+            raise InputError(f"{text.file} {what}", got=got, needed=needed, remedy=remedy)
         kept_out = max(1, min(max(count, 1), len(windows) // 8))  # at most an eighth
         order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(options.seed))
         evaluation.append(windows[order[:kept_out]])
