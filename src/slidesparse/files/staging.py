@@ -301,10 +301,12 @@ def _left_in_order(work: Workplace, destination: Path) -> Iterator[None]:
         with _with_what_is_kept(work, destination):
             yield
     except BaseException:
-        if not destination.exists() and not work.files() and not work.is_shared:
-            with contextlib.suppress(OSError):
-                _clear(work.path)
-                work.path.rmdir()
+        for _ in range(2):  # a signal may come meanwhile, and the exception ends the command anyway
+            with contextlib.suppress(OSError, KeyboardInterrupt):
+                if not destination.exists() and not work.files() and not work.is_shared:
+                    _clear(work.path)
+                    work.path.rmdir()
+                break
         raise
 
 

@@ -252,8 +252,7 @@ class _Run:
         if chats is None and not file.exists():
             count, longest = CHATS[self.device.type]
             options = ChatOptions(count, prompts, min(longest, positions(self.config) // 2))
-            end = {"role": "assistant", "content": ""}
-            divide_by_prompt([Chat([*one, end]) for one in prompts_of(options)])  # too few are told before an answer
+            divide_by_prompt([Chat([*one, {"role": "assistant"}]) for one in prompts_of(options)])  # or tell too few
             minutes = max(self.minutes * OF_CHATS - spent / 60, 0.01)  # a few are written anyway
             write_chats_apart(self.dense.path, file, options, str(self.device), minutes)
         found = [one for one in read_documents(chats or file) if isinstance(one, Chat)]
