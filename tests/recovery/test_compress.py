@@ -79,7 +79,7 @@ def test_a_killed_run_goes_on_and_ends_in_a_table(
             assert main([*words(model, out), "--minutes", minutes]) == 130
         assert "the same command goes on from there" in capsys.readouterr().err
     assert main([*words(model, out), "--pattern", "2:4"]) == 1
-    assert "another pattern" in capsys.readouterr().err
+    assert "got a difference in pattern" in capsys.readouterr().err
     kept = contents(tmp_path / "out.partial/output")
     monkeypatch.setattr(module, "prune", None)  # pruned, trained and rounded before
     assert main(words(model, out, "--json")) == 0

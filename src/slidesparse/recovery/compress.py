@@ -50,8 +50,7 @@ from slidesparse.recovery.result import RECORD, TYPES
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import FLOATS, QuantName, Rounding, dtype_name
 
-OF_CHATS, OF_PRUNING, OF_JUDGING = 0.25, 0.5, 0.1
-"""Shares of the minutes."""
+OF_CHATS, OF_PRUNING, OF_JUDGING = 0.25, 0.5, 0.1  # of the minutes
 
 CHATS = {"cuda": (40_000, 400), "cpu": (1_000, 200)}
 """Most chats to write, and most tokens of an answer: a CPU writes about a thousand chats an hour with a small model."""
@@ -219,10 +218,7 @@ class _Run:
         return 60 * self.minutes * (1 - share) - spent
 
     def fit(self, text: Calibration, tokens: float = math.inf) -> dict[str, Any]:
-        """Return how to prune: by the best of :data:`LADDER` that fits, and with training if that fits too.
-
-        ``tokens`` are those of the text.
-        """
+        """Return how to prune on ``tokens`` of text: by the best of :data:`LADDER` that fits, with training if so."""
         how: Any = {"calibration": text, "rounding": self.rounding, "match_steps": min(1, self.ladder[0][1])}
         options = PruneOptions(self.pattern, self.dtype, **how)
         plan = prepare(self.dense.path, self.out / "served", options, self.device, "refuse").plan
@@ -316,8 +312,7 @@ class _Run:
     def judge(self, part: dict[str, Any]) -> str:
         """Compare the result with the dense model, and time its linears on a GPU."""
         served, chats = self.out / "served", [one for one in read_documents(self.held_out) if isinstance(one, Chat)]
-        seconds = 60 * self.minutes * OF_JUDGING
-        words, figures = judge(self.dense.path, served, chats, self.device, self.window, seconds)
+        words, figures = judge(self.dense.path, served, chats, self.device, self.window, 60 * self.minutes * OF_JUDGING)
         figures.append(Figure("files of weights, MB", *(one.n_bytes / 1e6 for one in (self.dense, Checkpoint(served)))))
         part["figures"] = [asdict(one) for one in figures]
         return f"{words}, to prompts that nothing was calibrated or trained on; ± is a standard error"

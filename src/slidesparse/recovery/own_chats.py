@@ -67,8 +67,8 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str, minu
 
     ``messages`` are the chat in words, ``tokens`` the numbers that the model read and wrote, and ``seal`` a digest of
     both (:class:`slidesparse.offline.calibrate.chats.Chat`). Answers are kept batch by batch in ``NAME.KEY.part``, from
-    which the same options resume. Where the next batch would exceed the ``minutes`` there are fewer, 32 at least; the
-    first batch is then small, since nothing is known of its time.
+    which the same options resume. With ``minutes`` the first batch is small, since nothing is known of its time; where
+    the next one would exceed them there are fewer chats, 32 at least.
 
     Raises:
         InputError: The file exists or is being written; there are no prompts, or no chat template; or the model has too
@@ -189,11 +189,8 @@ def prompts_of(options: ChatOptions) -> list[Chat]:
             documents = [*documents[0].split("\n")]  # not at what else Python takes for the end of a line
     chats = (Chat([{"role": "user", "content": one}]) if isinstance(one, str) else one for one in documents)
     ends = ((chat, max((i for i, one in enumerate(chat, 1) if one["role"] == "user"), default=0)) for chat in chats)
-    usable = [
-        Chat(chat[:end], chat.tools, chat.where)
-        for chat, end in ends
-        if end and chat[end - 1].get("content", "").strip()
-    ]
+    asked = (Chat(chat[:end], chat.tools, chat.where) for chat, end in ends if end)
+    usable = [chat for chat in asked if chat[-1].get("content", "").strip()]
     if not usable:
         raise InputError(f"{options.prompts} holds no prompts", needed="lines, or chats in which a user says something")
     return [usable[i % len(usable)] for i in range(options.count)]

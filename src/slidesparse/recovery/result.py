@@ -34,7 +34,7 @@ def round_as_stored(parameters: Mapping[str, torch.nn.Parameter], meta: MetaMode
         kind, *others = {TYPES[checkpoint.stored(source).dtype] for source in sources(origin)}
         value = one.to(kind)
         if others:  # experts of several types in one parameter
-            stored = _as_stored(_whole(one), origin, checkpoint)
+            stored = gathered({name: one}, meta, checkpoint, keep=True)
             value = replay(origin, {source: part.float() for source, part in stored.items()}.__getitem__).to(one.device)
             if isinstance(one, DTensor):
                 value = distribute_tensor(value, one.device_mesh, one.placements, src_data_rank=None)
@@ -51,7 +51,8 @@ def gathered(
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in parameters.items():
-        whole = _whole(parameter)
+        value = parameter.detach()
+        whole = (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
         if keep:
             tensors |= _as_stored(whole, meta.names.origins[name], checkpoint)
     for name, other in meta.names.tied.items():  # a checkpoint may hold both all the same
@@ -59,12 +60,6 @@ def gathered(
         if isinstance(own, str) and isinstance(shared, str) and own in checkpoint.files and shared in tensors:
             tensors[own] = tensors[shared]
     return tensors
-
-
-def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    """Return all of a parameter, on the CPU; all processes take part."""
-    value = parameter.detach()
-    return (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
 
 
 def _as_stored(value: torch.Tensor, origin: Origin, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:

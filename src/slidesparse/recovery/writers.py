@@ -1,4 +1,8 @@
-"""Writers: models that answer prompts, run by vLLM on a GPU, else by transformers."""
+"""Writers: models that answer up to ``at_once`` prompts a call, run by vLLM on a GPU, else by transformers.
+
+Nothing but :data:`SAMPLING` and :func:`end_tokens` decides how they draw: a ``generation_config.json`` may name beams,
+penalties, or several answers to a prompt.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -21,19 +25,6 @@ from slidesparse.offline.evaluate import load_by_transformers
 WriterName = Literal["auto", "vllm", "transformers"]  # auto: vLLM on a GPU where it is installed
 
 SAMPLING = {"temperature": 0.8, "min_p": 0.05}  # so that answers vary and make sense
-
-
-class Writer(Protocol):
-    """A model that answers up to ``at_once`` prompts a call.
-
-    Nothing but :data:`SAMPLING` and :func:`end_tokens` decides how it draws: a ``generation_config.json`` may name
-    beams, penalties, or several answers to a prompt.
-    """
-
-    at_once: int
-
-    def answer(self, prompts: Sequence[list[int]], max_tokens: int, seed: int) -> list[list[int]]:
-        """Return the answers to prompts, both as token numbers; an answer that was not cut ends in an end token."""
 
 
 def end_tokens(checkpoint: Checkpoint, tokenizer: Any) -> list[int]:
@@ -62,7 +53,7 @@ class VllmWriter:
             self.engine = self.vllm.LLM(str(model), dtype="bfloat16", use_tqdm_on_load=False, **how)
 
     def answer(self, prompts: Sequence[list[int]], max_tokens: int, seed: int) -> list[list[int]]:
-        """See :class:`Writer`."""
+        """Return the answers to prompts, both as token numbers; an answer that was not cut ends in an end token."""
         how = {"max_tokens": max_tokens, "detokenize": False, "stop_token_ids": self.ends, **SAMPLING}
         drawn = [self.vllm.SamplingParams(seed=seed + i, **how) for i in range(len(prompts))]
         answers = self.engine.generate([{"prompt_token_ids": one} for one in prompts], drawn, use_tqdm=False)
@@ -96,7 +87,7 @@ class TransformersWriter:
         return max(1, int(3 * torch.cuda.mem_get_info(self.model.device)[0] // 4 // each))
 
     def answer(self, prompts: Sequence[list[int]], max_tokens: int, seed: int) -> list[list[int]]:
-        """See :class:`Writer`; fewer at once from an error of memory on."""
+        """Return answers as :class:`VllmWriter` does; after an error of memory, fewer at once from then on."""
         answers: list[list[int]] = []
         while (start := len(answers)) < len(prompts):
             some = prompts[start : start + self.at_once]

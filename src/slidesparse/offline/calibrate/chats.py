@@ -65,7 +65,6 @@ _WRITTEN = "".join(f"|replace('%{sign}', '{DATE.strftime(f'%{sign}')}')" for sig
 FIXED_CLOCK = f"{{% macro {CLOCK}(format) %}}{{{{ format{_WRITTEN} }}}}{{% endmacro %}}\n"
 """First line of a template, which replaces the clock: transformers turns functions passed to a template into text."""
 
-
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message that transformers gives to a template under each of these names."""
 
