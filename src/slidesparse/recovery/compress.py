@@ -50,7 +50,7 @@ from slidesparse.recovery.result import RECORD, TYPES
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import FLOATS, QuantName, Rounding, dtype_name
 
-OF_CHATS, OF_PRUNING, OF_JUDGING = 0.25, 0.5, 0.1  # of the minutes
+OF_CHATS, OF_PRUNING, OF_JUDGING = 0.25, 0.5, 0.1  # shares of the minutes
 
 CHATS = {"cuda": (40_000, 400), "cpu": (1_000, 200)}
 """Most chats to write, and most tokens of an answer: a CPU writes about a thousand chats an hour with a small model."""
@@ -178,9 +178,8 @@ class _Run:
         self.own: Any = TYPES.get(largest.dtype)
         if self.own not in FLOATS or MARKER_KEY in self.dense.config:
             raise CheckpointError(f"{self.dense.path} is quantised or pruned", needed="a dense model in a float type")
-        templated(
-            [[{"role": "user", "content": "Hello"}]], load_tokenizer(self.dense.path), to_answer=True
-        )  # or refuse
+        tokenizer = load_tokenizer(self.dense.path)
+        templated([[{"role": "user", "content": "Hello"}]], tokenizer, to_answer=True)  # or refuse one without chats
         experts = find_experts(build_meta_model(self.dense).model)  # layers of experts cannot be matched
         self.ladder = [(samples, 0 if experts else steps) for samples, steps in LADDER]
         if state.exists():
