@@ -90,7 +90,7 @@ def test_a_killed_run_goes_on_where_its_text_lies_elsewhere(tmp_path: Path, monk
         Calibration(str(tmp_path / "moved.txt"), 4, 16, seed=1),
         Calibration(str(tmp_path / "moved.txt"), 5, 16),
     ):
-        with pytest.raises(CheckpointError, match=r"another run; got another calibration"):
+        with pytest.raises(CheckpointError, match=r"another run; got a difference in calibration"):
             prune_checkpoint(source, tmp_path / "s", replace(options, calibration=other))
     assert layer.stat().st_mtime_ns == before
     prune_checkpoint(source, tmp_path / "s", elsewhere)

@@ -223,7 +223,7 @@ def test_processes_with_other_options_are_refused(tmp_path: Path, source: Path) 
     ended = run_ranks(tmp_path, 2, [[*words, "6:8"], [*words, "4:6"]])
     assert all(map(has_failed, ended))
     (line,) = lines(ended)
-    assert line.startswith("slidesparse: rank 1 was started otherwise than rank 0; got another pattern; needed")
+    assert line.startswith("slidesparse: rank 1 was started otherwise than rank 0; got a difference in pattern; needed")
     assert list(tmp_path.glob("s*")) == []
 
 

@@ -131,7 +131,7 @@ def test_an_error_makes_way_for_other_options_and_an_interruption_does_not(tmp_p
 def test_a_run_with_another_plan_is_told_what_differs(tmp_path: Path, plan: dict[str, Any], differ: str) -> None:
     first = {"options": {"pattern": "6:8", "match": 0}, "slidesparse": "1", "windows": "ab"}
     stopped(tmp_path, KeyboardInterrupt(), first)
-    says = f"{tmp_path}/s.partial holds the unfinished output of another run; got another {differ}; repeat that run,"
+    says = f"s.partial holds the unfinished output of another run; got a difference in {differ}; repeat that run,"
     with pytest.raises(CheckpointError, match=re.escape(says)), staged(tmp_path / "s", tmp_path / "m", plan, 0):
         pass
 

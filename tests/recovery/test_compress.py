@@ -79,7 +79,7 @@ def test_a_killed_run_goes_on_and_ends_in_a_table(
             assert main([*words(model, out), "--minutes", minutes]) == 130
         assert "the same command goes on from there" in capsys.readouterr().err
     assert main([*words(model, out), "--pattern", "2:4"]) == 1
-    assert "another pattern" in capsys.readouterr().err
+    assert "got a difference in pattern" in capsys.readouterr().err
     kept = contents(tmp_path / "out.partial/output")
     monkeypatch.setattr(module, "prune", None)  # pruned, trained and rounded before
     assert main(words(model, out, "--json")) == 0
@@ -114,10 +114,15 @@ def test_what_the_minutes_do_not_suffice_for_is_left_out(
 def test_a_part_is_told_with_the_time_that_it_took(
     model: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not with its estimate, which is of days here."""
+    """Not with its estimate, which is of days here; and chats without answers are told."""
     monkeypatch.setattr("slidesparse.offline.estimate.operations_a_second", lambda *_: 1e4)
-    how = {"chats": str(model / "chats.jsonl"), "device": "cpu", "minutes": 1e6}
-    told = ss.compress(model / "base", tmp_path / "out", "2:4", **how).lines[1]
+    prompt = {"messages": [{"role": "user", "content": "Why?"}]}
+    more = "".join(f"\n{json.dumps(one)}" for one in (prompt, {"text": "No chat."}))
+    (tmp_path / "chats.jsonl").write_text((model / "chats.jsonl").read_text() + more)
+    how = {"chats": str(tmp_path / "chats.jsonl"), "device": "cpu", "minutes": 1e6}
+    read, told = ss.compress(model / "base", tmp_path / "out", "2:4", **how).lines[:2]
+    assert read.startswith("chats: 100 read, 2 without answers left out (")
+    assert "Why?" not in (tmp_path / "out/training.jsonl").read_text()
     found = re.search(r"\(([0-9.]+) minutes\)$", told)
     assert found
     assert float(found[1]) < 30
@@ -134,7 +139,11 @@ def test_minutes_that_do_not_suffice_at_all_are_refused(
         ss.compress(model / "base", tmp_path / "out", "dense", chats=str(model / "chats.jsonl"), device="cpu")
     with pytest.raises(CheckpointError, match="quantised or pruned"):
         ss.compress(model / "pruned", tmp_path / "out", "2:4", chats=str(model / "chats.jsonl"), device="cpu")
-    assert not [*tmp_path.iterdir()]
+    shutil.copytree(model / "base", tmp_path / "base")
+    (tmp_path / "base/chat_template.jinja").unlink()
+    with pytest.raises(InputError, match=r"^the tokenizer has no chat template; needed"):
+        ss.compress(tmp_path / "base", tmp_path / "out", "2:4", chats=str(model / "chats.jsonl"), device="cpu")
+    assert [one.name for one in tmp_path.iterdir()] == ["base"]
 
 
 def test_too_few_prompts_are_told_before_an_answer(
@@ -194,19 +203,25 @@ def test_an_error_is_that_of_a_mean_over_answers() -> None:
 def test_chats_take_what_an_interrupted_run_has_left_of_their_minutes(
     model: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A killed one ran until its last file; what came after it does not count."""
     given: list[float] = []
 
     def write(*how: Any) -> None:
         given.append(how[-1])
         time.sleep(0.3)
+        if len(given) == 1:
+            (tmp_path / "out.partial/output/answers").touch()
+            shutil.copytree(tmp_path / "out.partial", tmp_path / "killed.partial")
+            time.sleep(0.3)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(module, "write_chats_apart", write)
-    for _ in range(2):
+    for out in ("out", "out", "killed"):
         with pytest.raises(KeyboardInterrupt):
-            ss.compress(model / "base", tmp_path / "out", "2:4", minutes=4, device="cpu")
-    assert given[0] == 1
-    assert given[1] <= 1 - 0.3 / 60
+            ss.compress(model / "base", tmp_path / out, "2:4", minutes=4, device="cpu")
+    whole, interrupted, killed = given
+    assert whole == 1
+    assert interrupted + 0.3 / 60 <= killed <= whole - 0.3 / 60
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), InputError("a part", got="an error")])

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from architectures import ARCHITECTURES
 from checkpoints import add_tokenizer, edited_config, make_checkpoint, reverse_letters, write_text
 from small_models import make
@@ -66,15 +68,21 @@ def test_each_prompt_gets_an_answer_of_its_own(model: Path, tmp_path: Path) -> N
 
 
 def test_fewer_chats_where_the_minutes_are_spent(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_batches: None, capsys: Any
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr("slidesparse.recovery.own_chats.LEAST", 3)
-    words = ["chats", str(model / "base"), str(tmp_path / "chats.jsonl"), "--count", "9", "--max-tokens", "4"]
+    """The first batch, of whose time nothing is known, is small."""
+    out = tmp_path / "chats.jsonl"
+    words = ["chats", str(model / "base"), str(out), "--count", "40", "--max-tokens", "4"]
     words += ["--prompts", str(model / "prompts.txt"), "--device", "cpu", "--minutes"]
     assert main([*words, "0"]) == 1
-    assert main([*words, "1e-6"]) == 0
-    assert "4 chats" in capsys.readouterr().out
-    assert len(lines(tmp_path / "chats.jsonl")) == 4
+    calls = interrupted_at(monkeypatch, TransformersWriter, 99)
+    for minutes, count, sizes in (("1e-6", 32, [2, 16, 14]), ("99", 40, [2, 16, 16, 6])):
+        calls.clear()
+        assert main([*words, minutes]) == 0
+        assert f"{count} chats" in capsys.readouterr().out
+        assert len(lines(out)) == count
+        assert calls == sizes
+        out.unlink()
 
 
 def test_a_prompt_is_a_whole_chat_up_to_the_users_last_message(model: Path, tmp_path: Path) -> None:
@@ -112,18 +120,33 @@ def test_padding_does_not_change_what_is_answered(model: Path, monkeypatch: pyte
     prompts = [[5, 6, 7], [9], [4, 8, 15, 16, 23, 42]]
     together = writer.answer(prompts, 6, seed=0)
     assert together == [writer.answer([one], 6, seed=1)[0] for one in prompts]
-    run = writer.model.generate
+    held: list[Any] = []
 
-    def one_at_a_time(ids: torch.Tensor, **how: Any) -> torch.Tensor:
-        if len(ids) > 1:
+    def one_at_a_time(_: Any, args: tuple[torch.Tensor]) -> None:
+        assert not [one for one in held if one() is not None]  # the error before holds no tensors any more
+        if len(args[0]) > 1:
+            held.append(weakref.ref(args[0]))
             raise torch.OutOfMemoryError
-        return run(ids, **how)
 
-    monkeypatch.setattr(writer.model, "generate", one_at_a_time)
+    hook = writer.model.model.layers[0].register_forward_pre_hook(one_at_a_time)
     assert writer.answer(prompts, 6, seed=0) == together
+    assert (writer.at_once, len(held)) == (1, 1)  # nor are more tried again
+    hook.remove()
     (end,) = {together[0][2]}
     writer = TransformersWriter(model / "base", 99, "cpu", [end])
     assert writer.answer(prompts, 6, seed=0)[0] == together[0][: together[0].index(end) + 1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "least", "most"), [((896, 24, 14, 2), 2048, 9000), ((3584, 28, 28, 4), 600, 2000)], ids=["0.5B", "7B"]
+)
+def test_as_many_answer_as_fit(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], least: int, most: int) -> None:
+    """On a GPU of 139 GiB, of prompts of 300 tokens and answers of 400; ``most`` is counted tensor by tensor."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (139 << 30, 139 << 30))
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    config = transformers.Qwen2Config(vocab_size=151936, **dict(zip(names, sizes, strict=True)))
+    writer: Any = SimpleNamespace(model=SimpleNamespace(config=config, device=0))
+    assert least < TransformersWriter._fitting(writer, 700) < most
 
 
 def interrupted_at(monkeypatch: pytest.MonkeyPatch, writer: type, number: int) -> list[int]:

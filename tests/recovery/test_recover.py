@@ -171,7 +171,7 @@ def test_a_killed_run_goes_on_and_has_the_same_bytes(
             recover(pair / "pruned", pair / "base", tmp_path / "out", wanted, device=device)
     assert not (tmp_path / "out").exists()
     # A shorter run has other rates, and may not take its place.
-    with pytest.raises(CheckpointError, match=r"unfinished output of another run; got another tokens"):
+    with pytest.raises(CheckpointError, match=r"unfinished output of another run; got a difference in tokens"):
         recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, steps=5), device=device)
     steps = []
     step = Training._step
@@ -210,7 +210,7 @@ def test_a_text_is_known_by_what_is_in_it(pair: Path, tmp_path: Path) -> None:
     interrupted(pair, tmp_path / "out", options(pair, texts=(str(text),)))
     assert not [one for one in (tmp_path / "out.partial").rglob("*") if one.is_file() and b"PROTO" in one.read_bytes()]
     write_text(text, 901)
-    with pytest.raises(CheckpointError, match="another texts"):
+    with pytest.raises(CheckpointError, match="a difference in texts"):
         recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, texts=(str(text),)))
     moved = options(pair, texts=(str(shutil.copy(pair / "text.txt", tmp_path / "b.txt")),))
     recover(pair / "pruned", pair / "base", tmp_path / "out", moved)

@@ -165,7 +165,7 @@ def _require_alike(ranks: Ranks, work: Workplace, record: Mapping[str, Any]) -> 
         if theirs != records[0]:
             raise InputError(
                 f"rank {rank} was started otherwise than rank 0",
-                got=f"another {', '.join(_differences(records[0], theirs))}",
+                got=f"a difference in {', '.join(_differences(records[0], theirs))}",
                 needed="the same options, text and source, and one version and kind of device, for every process",
             )
         if not sees:
@@ -260,7 +260,7 @@ def _refuse_another_run(work: Workplace, record: dict[str, Any]) -> None:
     if known is None or (known != record and work.files() and not (work.path / FAILED).exists()):
         raise CheckpointError(
             f"{work.path} holds the unfinished output of another run",
-            got=None if known is None else f"another {', '.join(_differences(known, record))}",
+            got=None if known is None else f"a difference in {', '.join(_differences(known, record))}",
             remedy=again if known is None else f"repeat that run, choose another destination, or remove {work.path}",
         )
 

@@ -35,7 +35,7 @@ from slidesparse.files.staging import staged
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.experts import find_experts
 from slidesparse.offline.calibrate.calibration import Calibration, load_tokenizer, positions, tokens_of
-from slidesparse.offline.calibrate.chats import Chat
+from slidesparse.offline.calibrate.chats import Chat, templated
 from slidesparse.offline.calibrate.texts import DEFAULT, read_documents
 from slidesparse.offline.estimate import describe_seconds, estimate_seconds, operations_a_second
 from slidesparse.offline.outcome import SIX_BITS
@@ -50,8 +50,7 @@ from slidesparse.recovery.result import RECORD, TYPES
 from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import FLOATS, QuantName, Rounding, dtype_name
 
-OF_CHATS, OF_PRUNING, OF_JUDGING = 0.25, 0.5, 0.1
-"""Shares of the minutes."""
+OF_CHATS, OF_PRUNING, OF_JUDGING = 0.25, 0.5, 0.1  # shares of the minutes
 
 CHATS = {"cuda": (40_000, 400), "cpu": (1_000, 200)}
 """Most chats to write, and most tokens of an answer: a CPU writes about a thousand chats an hour with a small model."""
@@ -179,6 +178,8 @@ class _Run:
         self.own: Any = TYPES.get(largest.dtype)
         if self.own not in FLOATS or MARKER_KEY in self.dense.config:
             raise CheckpointError(f"{self.dense.path} is quantised or pruned", needed="a dense model in a float type")
+        tokenizer = load_tokenizer(self.dense.path)
+        templated([[{"role": "user", "content": "Hello"}]], tokenizer, to_answer=True)  # or refuse one without chats
         experts = find_experts(build_meta_model(self.dense).model)  # layers of experts cannot be matched
         self.ladder = [(samples, 0 if experts else steps) for samples, steps in LADDER]
         if state.exists():
@@ -195,12 +196,17 @@ class _Run:
         part = self.parts.setdefault(name, {"seconds": 0.0})
         if "told" in part:
             return
+        if "begun" in part:  # and was killed: its last file tells how long it ran
+            files = (one.lstat().st_mtime for one in self.out.rglob("*"))
+            part["seconds"] += max(0, max(files, default=0) - part["begun"])
+        part["begun"], begun = time.time(), time.monotonic()
+        write_json(self.state, self.parts)
         say("compress", f"{name}; {max(self.left(0), 0) / 60:.1f} of {self.minutes:g} minutes are left")
-        begun = time.monotonic()
         try:
             part["told"] = work(part)
         finally:
             part["seconds"] += time.monotonic() - begun
+            del part["begun"]
             write_json(self.state, self.parts)
             gc.collect()  # models in circles of references
             give_blocks_back(self.device)
@@ -211,10 +217,7 @@ class _Run:
         return 60 * self.minutes * (1 - share) - spent
 
     def fit(self, text: Calibration, tokens: float = math.inf) -> dict[str, Any]:
-        """Return how to prune: by the best of :data:`LADDER` that fits, and with training if that fits too.
-
-        ``tokens`` are those of the text.
-        """
+        """Return how to prune on ``tokens`` of text: by the best of :data:`LADDER` that fits, with training if so."""
         how: Any = {"calibration": text, "rounding": self.rounding, "match_steps": min(1, self.ladder[0][1])}
         options = PruneOptions(self.pattern, self.dtype, **how)
         plan = prepare(self.dense.path, self.out / "served", options, self.device, "refuse").plan
@@ -255,11 +258,13 @@ class _Run:
             divide_by_prompt([Chat([*one, {"role": "assistant"}]) for one in prompts_of(options)])  # or tell too few
             minutes = max(self.minutes * OF_CHATS - spent / 60, 0.01)  # a few are written anyway
             write_chats_apart(self.dense.path, file, options, str(self.device), minutes)
-        found = [one for one in read_documents(chats or file) if isinstance(one, Chat)]
+        read = read_documents(chats or file)
+        found = [one for one in read if isinstance(one, Chat) and any(said["role"] == "assistant" for said in one)]
         training, held_out = divide_by_prompt(found)
         replace_file(self.held_out, b"".join(map(chat_line, held_out)))
         replace_file(self.training, b"".join(map(chat_line, training)))
-        return f"{len(found)} {'read' if chats else 'written by the dense model'}"
+        left_out = f", {len(read) - len(found)} without answers left out" if len(read) > len(found) else ""
+        return f"{len(found)} {'read' if chats else 'written by the dense model'}{left_out}"
 
     def prune(self, part: dict[str, Any]) -> str:
         """Prune, in the type of the source if training follows."""
@@ -306,8 +311,7 @@ class _Run:
     def judge(self, part: dict[str, Any]) -> str:
         """Compare the result with the dense model, and time its linears on a GPU."""
         served, chats = self.out / "served", [one for one in read_documents(self.held_out) if isinstance(one, Chat)]
-        seconds = 60 * self.minutes * OF_JUDGING
-        words, figures = judge(self.dense.path, served, chats, self.device, self.window, seconds)
+        words, figures = judge(self.dense.path, served, chats, self.device, self.window, 60 * self.minutes * OF_JUDGING)
         figures.append(Figure("files of weights, MB", *(one.n_bytes / 1e6 for one in (self.dense, Checkpoint(served)))))
         part["figures"] = [asdict(one) for one in figures]
         return f"{words}, to prompts that nothing was calibrated or trained on; ± is a standard error"

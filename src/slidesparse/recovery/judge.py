@@ -29,8 +29,7 @@ FIRST = 16
 TOKENS = (16, 64, 256, 4096)
 """Numbers of tokens of which speeds are shown."""
 
-LEAST = 4
-"""Chats that are judged whatever the time."""
+LEAST = 4  # chats that are judged whatever the time
 
 
 @dataclass(frozen=True)

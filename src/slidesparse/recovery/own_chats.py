@@ -67,7 +67,8 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str, minu
 
     ``messages`` are the chat in words, ``tokens`` the numbers that the model read and wrote, and ``seal`` a digest of
     both (:class:`slidesparse.offline.calibrate.chats.Chat`). Answers are kept batch by batch in ``NAME.KEY.part``, from
-    which the same options resume. Where the next batch would exceed the ``minutes`` there are fewer, 32 at least.
+    which the same options resume. With ``minutes`` the first batch is small, since nothing is known of its time; where
+    the next one would exceed them there are fewer chats, 32 at least.
 
     Raises:
         InputError: The file exists or is being written; there are no prompts, or no chat template; or the model has too
@@ -94,20 +95,23 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str, minu
         total, unit = (len(ids), "answers") if minutes is None else (math.ceil(60 * minutes), "seconds")
         with progress_bar("answers", total, unit=unit) as advance:
             advance(first if minutes is None else 0)
-            for start in range(first, len(ids), writer.at_once):
-                began, some = time.monotonic(), slice(start, start + writer.at_once)
-                answers = writer.answer(ids[some], longest, options.seed + start)
+            size = writer.at_once if minutes is None else max(1, writer.at_once // 8)
+            while done < len(ids):
+                began, some = time.monotonic(), slice(done, done + size)
+                answers = writer.answer(ids[some], longest, options.seed + done)
                 texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
                 tokens = [[*read, *answer] for read, answer in zip(ids[some], answers, strict=True)]
                 file.write(b"".join(map(_line, asked[some], texts, tokens, repeat(vocabulary))))
                 file.flush()
-                done, seconds = start + len(answers), time.monotonic() - began
-                advance(len(answers) if minutes is None else round(seconds), f"{done} answers" if minutes else "")
-                if minutes is not None and done >= LEAST and time.monotonic() - opened + seconds > 60 * minutes:
+                each, done = (time.monotonic() - began) / len(answers), done + len(answers)
+                advance(len(answers) if minutes is None else round(each * size), f"{done} answers" if minutes else "")
+                left = len(ids) - done
+                fitting = left if minutes is None else int((opened + 60 * minutes - time.monotonic()) / each)
+                if done >= LEAST and fitting < min(len(answers), left):
                     break
-                if start == first and minutes is None and done < len(ids):
-                    left = len(ids) - done
-                    LOG.warning("about %.1f minutes for the other %d answers", seconds / 60 / len(answers) * left, left)
+                size = min(writer.at_once, max(fitting, LEAST - done))
+                if minutes is None and left and done == first + len(answers):
+                    LOG.warning("about %.1f minutes for the other %d answers", each / 60 * left, left)
             part.replace(path)
             return done
 
@@ -185,11 +189,8 @@ def prompts_of(options: ChatOptions) -> list[Chat]:
             documents = [*documents[0].split("\n")]  # not at what else Python takes for the end of a line
     chats = (Chat([{"role": "user", "content": one}]) if isinstance(one, str) else one for one in documents)
     ends = ((chat, max((i for i, one in enumerate(chat, 1) if one["role"] == "user"), default=0)) for chat in chats)
-    usable = [
-        Chat(chat[:end], chat.tools, chat.where)
-        for chat, end in ends
-        if end and chat[end - 1].get("content", "").strip()
-    ]
+    asked = (Chat(chat[:end], chat.tools, chat.where) for chat, end in ends if end)
+    usable = [chat for chat in asked if chat[-1].get("content", "").strip()]
     if not usable:
         raise InputError(f"{options.prompts} holds no prompts", needed="lines, or chats in which a user says something")
     return [usable[i % len(usable)] for i in range(options.count)]

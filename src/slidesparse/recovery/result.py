@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from slidesparse.base.traced_tensor import Origin, replay, sources
 from slidesparse.base.whole_file import replace_file
@@ -30,7 +30,15 @@ TYPES = {name: dtype for dtype, name in STORED_NAMES.items()}
 def round_as_stored(parameters: Mapping[str, torch.nn.Parameter], meta: MetaModel, checkpoint: Checkpoint) -> None:
     """Round parameters in place to the types in which :func:`gathered` writes them, so that these are evaluated."""
     for name, one in parameters.items():
-        one.copy_(one.to(TYPES[checkpoint.stored(sources(meta.names.origins[name])[0]).dtype]))
+        origin = meta.names.origins[name]
+        kind, *others = {TYPES[checkpoint.stored(source).dtype] for source in sources(origin)}
+        value = one.to(kind)
+        if others:  # experts of several types in one parameter
+            stored = gathered({name: one}, meta, checkpoint, keep=True)
+            value = replay(origin, {source: part.float() for source, part in stored.items()}.__getitem__).to(one.device)
+            if isinstance(one, DTensor):
+                value = distribute_tensor(value, one.device_mesh, one.placements, src_data_rank=None)
+        one.copy_(value)
 
 
 def gathered(

@@ -24,7 +24,7 @@ from slidesparse.errors import CheckpointError, SlideSparseError
 from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.tensor_writer import write_tensors
 
-NAME, PROGRESS = "step-", "progress"
+NAME, FILE, PROGRESS = "step-", "rank-{}.safetensors", "progress"
 
 
 @dataclass
@@ -76,7 +76,7 @@ class State:
         if ranks.is_first:
             own[PROGRESS] = torch.frombuffer(bytearray(json.dumps(asdict(progress)).encode()), dtype=torch.uint8)
         try:
-            write_tensors(new / _file(ranks.rank), own)
+            write_tensors(new / FILE.format(ranks.rank), own)
         except OSError:
             if ranks.is_first:
                 shutil.rmtree(new, ignore_errors=True)
@@ -107,7 +107,7 @@ class State:
 
     @torch.no_grad()
     def _loaded(self, saved: Path, ranks: Ranks) -> Progress:
-        readers = [TensorReader(saved / _file(rank)) for rank in range(len([*saved.iterdir()]) or 1)]
+        readers = [TensorReader(saved / FILE.format(rank)) for rank in range(len([*saved.iterdir()]) or 1)]
         written = parse_json(readers[0].verified(PROGRESS).numpy().tobytes(), PROGRESS)
         progress: Progress = decode(Progress, written, PROGRESS)
         for name, tensor in self._tensors().items():
@@ -126,10 +126,6 @@ class State:
 def _own(tensor: torch.Tensor) -> torch.Tensor:
     """Return this process's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _file(rank: int) -> str:
-    return f"rank-{rank}.safetensors"
 
 
 def last_saved(folder: Path) -> Path | None:

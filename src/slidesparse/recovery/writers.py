@@ -1,4 +1,8 @@
-"""Writers: models that answer prompts, run by vLLM on a GPU, else by transformers."""
+"""Writers: models that answer up to ``at_once`` prompts a call, run by vLLM on a GPU, else by transformers.
+
+Nothing but :data:`SAMPLING` and :func:`end_tokens` decides how they draw: a ``generation_config.json`` may name beams,
+penalties, or several answers to a prompt.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -21,19 +25,6 @@ from slidesparse.offline.evaluate import load_by_transformers
 WriterName = Literal["auto", "vllm", "transformers"]  # auto: vLLM on a GPU where it is installed
 
 SAMPLING = {"temperature": 0.8, "min_p": 0.05}  # so that answers vary and make sense
-
-
-class Writer(Protocol):
-    """A model that answers up to ``at_once`` prompts a call.
-
-    Nothing but :data:`SAMPLING` and :func:`end_tokens` decides how it draws: a ``generation_config.json`` may name
-    beams, penalties, or several answers to a prompt.
-    """
-
-    at_once: int
-
-    def answer(self, prompts: Sequence[list[int]], max_tokens: int, seed: int) -> list[list[int]]:
-        """Return the answers to prompts, both as token numbers; an answer that was not cut ends in an end token."""
 
 
 def end_tokens(checkpoint: Checkpoint, tokenizer: Any) -> list[int]:
@@ -62,7 +53,7 @@ class VllmWriter:
             self.engine = self.vllm.LLM(str(model), dtype="bfloat16", use_tqdm_on_load=False, **how)
 
     def answer(self, prompts: Sequence[list[int]], max_tokens: int, seed: int) -> list[list[int]]:
-        """See :class:`Writer`."""
+        """Return the answers to prompts, both as token numbers; an answer that was not cut ends in an end token."""
         how = {"max_tokens": max_tokens, "detokenize": False, "stop_token_ids": self.ends, **SAMPLING}
         drawn = [self.vllm.SamplingParams(seed=seed + i, **how) for i in range(len(prompts))]
         answers = self.engine.generate([{"prompt_token_ids": one} for one in prompts], drawn, use_tqdm=False)
@@ -89,29 +80,32 @@ class TransformersWriter:
     def _fitting(self, length: int) -> int:
         """Return the number of answers whose keys, values, activations and logits take 3/4 of the free GPU memory."""
         config = self.model.config.get_text_config(decoder=True)
-        heads = getattr(config, "num_attention_heads", 0) * (getattr(config, "head_dim", None) or 0)
-        of_a_token = 4 * max(heads, config.hidden_size) * config.num_hidden_layers + 40 * config.hidden_size
-        each = length * of_a_token + 32 * (vocabulary_of(config) or 0)
+        heads = getattr(config, "num_attention_heads", None) or 1
+        width = max(heads * (getattr(config, "head_dim", None) or 0), config.hidden_size)
+        kept = 4 * width * (getattr(config, "num_key_value_heads", None) or heads) // heads * config.num_hidden_layers
+        each = length * (kept + 40 * config.hidden_size) + 32 * (vocabulary_of(config) or 0)
         return max(1, int(3 * torch.cuda.mem_get_info(self.model.device)[0] // 4 // each))
 
     def answer(self, prompts: Sequence[list[int]], max_tokens: int, seed: int) -> list[list[int]]:
-        """See :class:`Writer`."""
+        """Return answers as :class:`VllmWriter` does; after an error of memory, fewer at once from then on."""
+        answers: list[list[int]] = []
+        while (start := len(answers)) < len(prompts):
+            some = prompts[start : start + self.at_once]
+            try:
+                with other_library():  # some decompress their weights in the first call
+                    answers += self._generate(some, max_tokens, seed + start)
+            except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
+                if not isinstance(error, torch.OutOfMemoryError) or len(some) == 1:
+                    raise UnsupportedError("transformers cannot run the model", got=first_line(error)) from error
+                self.at_once = len(some) // 2  # tried once the error, which holds tensors, is gone
+        return answers
+
+    def _generate(self, prompts: Sequence[list[int]], max_tokens: int, seed: int) -> list[list[int]]:
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(one)) + one for one in prompts], device=self.model.device)
         mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in prompts], device=ids.device)
         torch.manual_seed(seed)
-        try:
-            how = {"attention_mask": mask, "max_new_tokens": max_tokens, "use_cache": True}
-            with other_library():  # some decompress their weights in the first call
-                rows = self.model.generate(ids, **how).tolist()
-        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
-            if not isinstance(error, torch.OutOfMemoryError) or len(prompts) == 1:
-                raise UnsupportedError("transformers cannot run the model", got=first_line(error)) from error
-            rows = None  # once the error, which holds tensors, is gone
-        if rows is None:
-            half = len(prompts) // 2
-            some = self.answer(prompts[:half], max_tokens, seed)
-            return [*some, *self.answer(prompts[half:], max_tokens, seed + half)]
+        rows = self.model.generate(ids, attention_mask=mask, max_new_tokens=max_tokens, use_cache=True).tolist()
         found = [next((i + 1 for i in range(width, len(row)) if row[i] in self.ends), len(row)) for row in rows]
         return [row[width:end] for row, end in zip(rows, found, strict=True)]
 

@@ -65,7 +65,6 @@ _WRITTEN = "".join(f"|replace('%{sign}', '{DATE.strftime(f'%{sign}')}')" for sig
 FIXED_CLOCK = f"{{% macro {CLOCK}(format) %}}{{{{ format{_WRITTEN} }}}}{{% endmacro %}}\n"
 """First line of a template, which replaces the clock: transformers turns functions passed to a template into text."""
 
-
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message that transformers gives to a template under each of these names."""
 
@@ -82,11 +81,11 @@ def templated(chats: Sequence[Sequence[dict[str, Any]]], tokenizer: Any, *, to_a
     if not chats:
         return []
     if getattr(tokenizer, "chat_template", None) is None:
-        raise InputError(
-            "the text holds chats, and the tokenizer has no chat template",
-            needed="a model that was trained on chats",
-            remedy='use lines with a "text" instead of "messages"',
-        )
+        what, needed = "the tokenizer has no chat template", "a model that was trained on chats"
+        if to_answer:
+            raise InputError(what, needed=needed)
+        remedy = 'use lines with a "text" instead of "messages"'
+        raise InputError(f"the text holds chats, and {what}", needed=needed, remedy=remedy)
     template = str(tokenizer.chat_template)
     _name_unread(chats, template)
     if CLOCK in template:

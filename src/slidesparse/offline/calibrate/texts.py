@@ -45,11 +45,8 @@ COLUMNS = ("text", "messages", "tools", "tokens", "seal")
 NAMED = re.compile(r"(?P<name>[\w.-]+/[\w.-]+?)(:(?P<config>[\w.-]+))?", re.ASCII)
 """A data set of the hub: ``NAMESPACE/NAME``, or ``NAMESPACE/NAME:CONFIG``."""
 
-MAX_BYTES = 1 << 30
-"""Most bytes of a file: a tokenizer takes many times as much memory."""
-
-MAX_FETCHED = 1 << 25
-"""Characters to fetch of a data set of the hub."""
+MAX_BYTES, MAX_FETCHED = 1 << 30, 1 << 25
+"""Most bytes of a file, since a tokenizer takes many times as much memory; characters to fetch of a data set."""
 
 NEEDED = 'an object such as {"text": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
 
