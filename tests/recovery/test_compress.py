@@ -56,9 +56,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fast machine, on which a second is left to train."""
+    """A fast machine, on which a second is left to train, on however little text."""
+    monkeypatch.setattr(module, "LEAST_TOKENS", 1)
     monkeypatch.setattr(module, "operations_a_second", lambda *_: 1e18)
     monkeypatch.setattr("slidesparse.offline.estimate.operations_a_second", lambda *_: 1e18)
+    monkeypatch.setattr("slidesparse.offline.estimate.column_seconds", lambda *_: 0.0)
     monkeypatch.setattr(module, "LADDER", ((8, 2), (4, 0)))
     monkeypatch.setattr(module, "recover", partial(module.recover, batch=2048))
     monkeypatch.setattr(module._Run, "left", lambda *_: 1.0)
@@ -90,6 +92,7 @@ def test_a_killed_run_goes_on_and_ends_in_a_table(
     assert json.loads((out / "recovered/recover.json").read_text())["options"]["minutes"] == pytest.approx(
         1 / 60, rel=0.1
     )
+    assert "times the chats, KL" in told["lines"][2]
     assert [one.split(":")[0] for one in told["lines"][:5]] == ["chats", "prune", "recover", "round", "judge"]
     assert "2 steps of matching" in told["lines"][1]
     page = (out / "report.md").read_text()
@@ -109,6 +112,20 @@ def test_what_the_minutes_do_not_suffice_for_is_left_out(
     assert "no training" in done.lines[1]
     assert "no matching" in done.lines[1]
     assert sorted(one.name for one in (tmp_path / "out").iterdir() if one.is_dir()) == ["served"]
+
+
+def test_few_chats_are_read_a_few_times_alone(
+    model: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module._Run, "left", lambda *_: 600.0)
+    monkeypatch.setattr(module.RecoverOptions, "batch", 2048)
+    done = ss.compress(
+        model / "base", tmp_path / "out", "2:4", chats=str(model / "chats.jsonl"), device="cpu", minutes=60
+    )
+    budget = json.loads((tmp_path / "out/recovered/recover.json").read_text())["options"]["tokens"]
+    text = len(tokens_of(read_documents(tmp_path / "out/training.jsonl"), load_tokenizer(model / "base")))
+    assert budget == module.MOST_READINGS * text
+    assert " 8.0 times the chats" in done.lines[2] or " 7.9 times" in done.lines[2]
 
 
 def test_a_part_is_told_with_the_time_that_it_took(

@@ -31,13 +31,7 @@ from typing import Any
 import torch
 
 from slidesparse.base.typed_json import decode
-from slidesparse.checkpoints.quantisation_keys import (
-    FROM_FLOAT,
-    KEYS,
-    OF_A_SCHEME,
-    PARTS,
-    refuse_keys,
-)
+from slidesparse.checkpoints.quantisation_keys import FROM_FLOAT, KEYS, OF_A_SCHEME, PARTS, refuse_keys
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.models.config_keys import (
     EXPERTS_VERSION,

@@ -38,14 +38,7 @@ from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.spec import Route
-from slidesparse.gemm.speed import (
-    MEASURED_HERE,
-    Installation,
-    LayerSpeed,
-    WrongForm,
-    find_times,
-    times_key,
-)
+from slidesparse.gemm.speed import MEASURED_HERE, Installation, LayerSpeed, WrongForm, find_times, times_key
 from slidesparse.gemm.speed_files import table_of
 from slidesparse.gemm.time_model import explain, fastest, lean_routes_of, one_route_of, routes_of
 from slidesparse.weights.pattern import Pattern

@@ -17,15 +17,7 @@ from slidesparse.base.assignment import assign
 from slidesparse.base.rank_tensors import RankTensors
 from slidesparse.models.expert_weights import ExpertWeight, only_experts
 from slidesparse.models.gram_tree import GramTree, Shares
-from slidesparse.models.grams import (
-    Inputs,
-    collect_grams,
-    error_key,
-    expert_inputs,
-    in_parts,
-    sum_columns,
-    tokens_key,
-)
+from slidesparse.models.grams import Inputs, collect_grams, error_key, expert_inputs, in_parts, sum_columns, tokens_key
 from slidesparse.models.layer_stack import Sample
 from slidesparse.models.layerwise import SetLoss, WeightOf, prune_set
 from slidesparse.pruning import Pruner, RoundForOutputs

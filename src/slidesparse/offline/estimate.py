@@ -2,13 +2,14 @@
 
 Counted per weight [out, in] on ``n`` tokens: two passes of the layer, the gram matrix of its input, the factor of that
 matrix in float64, SparseGPT's sweep and its 25 conjugate-gradient steps, and three passes for each step of matching.
-Attention, reading and writing are left out, and small products run below the device's rate, so that the result is no
-better than a factor of two.
+A column of the sweep or of rounding takes some launches more, which bound a small model on a GPU. Attention, reading
+and writing are left out, so that the result is no better than a factor of two.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -17,24 +18,27 @@ from slidesparse.models.gram_tree import windows_of_a_batch
 from slidesparse.offline.calibrate.layer_store import LayersToPrune
 from slidesparse.offline.plan import Plan
 from slidesparse.pruning import SparseGPT
-from slidesparse.weights.pattern import DENSE
+from slidesparse.pruning.sparsegpt import sweep
+from slidesparse.weights.pattern import DENSE, Pattern
 
-SIDE = 1024
-"""Rows and columns of the matrices whose product is timed."""
+SIDE, SMALL = 1024, 128
+"""Rows and columns of the matrices whose product is timed, and of the weight whose columns are."""
 
-OVERHEAD = {"cpu": 2.0, "cuda": 1.0}
-"""Measured over counted time: of SmolLM2-135M on two CPU cores; of a 0.5B with matching, in BF16, on an H200."""
+OVERHEAD = {"cpu": 2.0, "cuda": 0.5}
+"""Measured over counted time: of SmolLM2-135M on two CPU cores; of a 0.5B and a 7B, matched in BF16, on an H200."""
 
 
 def estimate_seconds(plan: Plan, device: torch.device) -> float | None:
     """Return the estimated seconds for the layers of a plan on a device; None without calibration."""
     if plan.layers is None:
         return None
-    return OVERHEAD[device.type] * _operations(plan, plan.layers) / operations_a_second(device)
+    operations, single = _counted(plan, plan.layers)
+    return OVERHEAD[device.type] * operations / operations_a_second(device) + single * column_seconds(device)
 
 
-def _operations(plan: Plan, layers: LayersToPrune) -> float:
-    solves = isinstance(layers.pruner, SparseGPT)
+def _counted(plan: Plan, layers: LayersToPrune) -> tuple[float, int]:
+    """Return operations, and columns that are swept or rounded one after the other."""
+    solves, single = isinstance(layers.pruner, SparseGPT), 0
     steps = 0 if layers.matching is None else layers.matching.steps
     step_tokens = windows_of_a_batch(layers.windows) * layers.windows.shape[1]
     total = 0.0
@@ -46,19 +50,31 @@ def _operations(plan: Plan, layers: LayersToPrune) -> float:
             if job.layer in layers.changed:
                 total += 2 * tokens * columns**2
                 total += (4 * columns**3 + (5 if job.pattern == DENSE else 55) * rows * columns**2) * solves
-    return total
+                single += columns * ((solves and job.pattern != DENSE) + len(names) * (layers.rounder is not None))
+    return total, single
 
 
 @lru_cache(maxsize=8)
 def operations_a_second(device: torch.device, dtype: torch.dtype = torch.float32, side: int = SIDE) -> float:
     """Return the rate of a product of two square matrices on a device, measured once."""
     a = torch.randn(side, side, device=device).to(dtype)
+    return 2 * side**3 / _seconds(lambda: a @ a)
+
+
+@lru_cache(maxsize=8)
+def column_seconds(device: torch.device) -> float:
+    """Return the seconds of a column of the sweep, measured once on a small weight; rounding takes as long."""
+    weight, factor = torch.randn(SMALL, SMALL, device=device), torch.eye(SMALL, device=device)
+    return _seconds(lambda: sweep(weight, factor, Pattern.parse("4:6"))) / SMALL
+
+
+def _seconds(work: Callable[[], torch.Tensor]) -> float:
     times = []
     for _ in range(4):  # the first starts threads or loads a library
         begin = time.perf_counter()
-        float((a @ a)[0, 0])  # waits for the device
+        float(work()[0, 0])  # waits for the device
         times.append(time.perf_counter() - begin)
-    return 2 * side**3 / min(times)
+    return min(times)
 
 
 def describe_seconds(seconds: float) -> str:

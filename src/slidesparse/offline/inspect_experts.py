@@ -14,14 +14,7 @@ from slidesparse.files.stored import STORED_NAMES
 from slidesparse.models.layer_kinds import alike, kind_of, shared_name
 from slidesparse.offline.source import Source
 from slidesparse.weights.pattern import DENSE, Pattern
-from slidesparse.weights.support import (
-    PATTERNS,
-    check_pattern,
-    check_weight,
-    is_nonzero,
-    tightest_pattern,
-    value_bits,
-)
+from slidesparse.weights.support import PATTERNS, check_pattern, check_weight, is_nonzero, tightest_pattern, value_bits
 
 NAMES = {stored: str(dtype).removeprefix("torch.") for dtype, stored in STORED_NAMES.items()}
 """Type in a file -> its name in the table of linears."""

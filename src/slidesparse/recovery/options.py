@@ -86,7 +86,7 @@ class RecoverOptions:
             raise InputError(
                 "nothing to train on", needed=needed, remedy="add --text FILE, as slidesparse chats writes"
             )
-        if (self.tokens is None) == (self.minutes is None):
+        if self.tokens is None and self.minutes is None:
             raise InputError("the budget", needed="tokens or minutes", remedy="add --tokens 20M, or --minutes 15")
         for name, (least, most) in WHOLE.items():
             value = getattr(self, name)
@@ -124,9 +124,8 @@ class RecoverOptions:
 
     def spent(self, step: int, seconds: float) -> float:
         """Return the share of the budget that is spent after some steps and seconds of training: 1 at the end."""
-        if self.minutes is not None:
-            return min(1.0, seconds / (60 * self.minutes))
-        return min(1.0, step / (self.steps or 1))
+        by_time = 0.0 if self.minutes is None else seconds / (60 * self.minutes)
+        return min(1.0, max(by_time, 0.0 if self.steps is None else step / (self.steps or 1)))
 
 
 def _option(name: str) -> str:

@@ -32,6 +32,7 @@ from slidesparse.recovery.prompts import make_prompts
 from slidesparse.recovery.writers import SAMPLING, VllmWriter, WriterName, end_tokens, writer_class
 
 MOST_CHATS, MOST_TOKENS, MOST_MINUTES, LEAST = 10**8, 1 << 20, 1e6, 32
+FIRST = 2048  # answers, at most, before the time of one is known; on a GPU fewer take as long, until it is busy
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,7 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str, minu
 
     ``messages`` are the chat in words, ``tokens`` the numbers that the model read and wrote, and ``seal`` a digest of
     both (:class:`slidesparse.offline.calibrate.chats.Chat`). Answers are kept batch by batch in ``NAME.KEY.part``, from
-    which the same options resume. With ``minutes`` the first batch is small, since nothing is known of its time; where
-    the next one would exceed them there are fewer chats, 32 at least.
+    which the same options resume. Where the next batch would exceed ``minutes`` there are fewer chats, 32 at least.
 
     Raises:
         InputError: The file exists or is being written; there are no prompts, or no chat template; or the model has too
@@ -95,7 +95,7 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str, minu
         total, unit = (len(ids), "answers") if minutes is None else (math.ceil(60 * minutes), "seconds")
         with progress_bar("answers", total, unit=unit) as advance:
             advance(first if minutes is None else 0)
-            size = writer.at_once if minutes is None else max(1, writer.at_once // 8)
+            size = writer.at_once if minutes is None else min(writer.at_once, FIRST)
             while done < len(ids):
                 began, some = time.monotonic(), slice(done, done + size)
                 answers = writer.answer(ids[some], longest, options.seed + done)

@@ -51,8 +51,8 @@ def recover(
         dense: The model before pruning, likewise.
         destination: The folder to make.
         texts: Texts and chats to train on, like those of ``prune``; each may end in ``:WEIGHT``.
-        tokens: Budget in tokens, such as ``"20M"``; or else
-        minutes: Budget in minutes of training.
+        tokens: Budget in tokens, such as ``"20M"``.
+        minutes: Budget in minutes of training; with both, whichever is spent first.
         lr: Peak learning rate; None: 9e-6 x 2048 / the model's width.
         batch: Tokens of a step.
         window: Tokens of a text window.
