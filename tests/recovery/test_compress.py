@@ -118,7 +118,6 @@ def test_few_chats_are_read_a_few_times_alone(
     model: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module._Run, "left", lambda *_: 600.0)
-    monkeypatch.setattr(module.RecoverOptions, "batch", 2048)
     done = ss.compress(
         model / "base", tmp_path / "out", "2:4", chats=str(model / "chats.jsonl"), device="cpu", minutes=60
     )
@@ -138,7 +137,7 @@ def test_a_part_is_told_with_the_time_that_it_took(
     (tmp_path / "chats.jsonl").write_text((model / "chats.jsonl").read_text() + more)
     how = {"chats": str(tmp_path / "chats.jsonl"), "device": "cpu", "minutes": 1e6}
     read, told = ss.compress(model / "base", tmp_path / "out", "2:4", **how).lines[:2]
-    assert read.startswith("chats: 100 read, 2 without answers left out (")
+    assert read.startswith("chats: 100 read, 2 others without answers left out (")
     assert "Why?" not in (tmp_path / "out/training.jsonl").read_text()
     found = re.search(r"\(([0-9.]+) minutes\)$", told)
     assert found

@@ -422,10 +422,12 @@ def test_steps_without_a_finite_loss(
     assert all(bool(value.isfinite().all()) for value in tensors(tmp_path / "out").values())
 
 
-def test_of_two_budgets_the_first_that_is_spent_ends_a_run(pair: Path) -> None:
+def test_of_two_budgets_the_first_that_is_spent_ends_a_run(pair: Path, tmp_path: Path) -> None:
     both = options(pair, tokens=100 * 256, minutes=1.0)
     assert both.steps == 100
     assert [both.spent(step, seconds) for step, seconds in ((25, 6.0), (25, 30.0), (100, 6.0))] == [0.25, 0.5, 1.0]
+    found = recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, tokens=10**9, minutes=0.02))
+    assert 1 <= found.steps < both.steps * 1000
 
 
 def test_minutes_are_a_budget_too(pair: Path, tmp_path: Path) -> None:

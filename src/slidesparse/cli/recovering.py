@@ -38,7 +38,7 @@ def add_recover(commands: Commands) -> None:
     add("destination", type=named_path, metavar="OUT", help="folder to make")
     add("--dense", required=True, metavar="BASE", help="dense model: a folder, or NAMESPACE/NAME on the hub")
     add("--dense-revision", metavar="REVISION", help="branch, tag or commit of BASE on the hub (default: main branch)")
-    add("--tokens", help="budget: 5M, 20M, 1G")
+    add("--tokens", help="budget: 5M, 20M, 1G; this or --minutes is needed")
     add("--minutes", type=float, help="budget in minutes of training; with both, whichever is spent first")
     add_texts(recover, "text", "texts or chats to train on, with a share among several; may be given again")
     add("--lr", type=float, help="peak learning rate (default: 9e-6 x 2048 / the model's width)")
@@ -68,11 +68,6 @@ def _recover(options: argparse.Namespace, ranks: Ranks) -> int:
     from slidesparse.recovery.recover_function import dense_folder
     from slidesparse.recovery.run import recover
 
-    with ranks.first_alone(of_machine=True):
-        dense = dense_folder(options.dense, options.dense_revision, options.revision)
-        pruned = source_of(options)
-    device = own_device(ranks, device_of(options))
-
     wanted = RecoverOptions(
         texts=tuple(options.text),
         tokens=None if options.tokens is None else parse_amount(options.tokens),
@@ -80,6 +75,10 @@ def _recover(options: argparse.Namespace, ranks: Ranks) -> int:
         bos=not options.no_bos,
         **{name: getattr(options, name) for name in SAME},
     )
+    with ranks.first_alone(of_machine=True):
+        dense = dense_folder(options.dense, options.dense_revision, options.revision)
+        pruned = source_of(options)
+    device = own_device(ranks, device_of(options))
 
     result = recover(pruned, dense, options.destination, wanted, device=device, ranks=ranks)
     if ranks.is_first:

@@ -37,7 +37,7 @@ def estimate_seconds(plan: Plan, device: torch.device) -> float | None:
 
 
 def _counted(plan: Plan, layers: LayersToPrune) -> tuple[float, int]:
-    """Return operations, and columns that are swept or rounded one after the other."""
+    """Return operations, and at most the columns that are swept (some weights together) or rounded one by one."""
     solves, single = isinstance(layers.pruner, SparseGPT), 0
     steps = 0 if layers.matching is None else layers.matching.steps
     step_tokens = windows_of_a_batch(layers.windows) * layers.windows.shape[1]
@@ -63,7 +63,7 @@ def operations_a_second(device: torch.device, dtype: torch.dtype = torch.float32
 
 @lru_cache(maxsize=8)
 def column_seconds(device: torch.device) -> float:
-    """Return the seconds of a column of the sweep, measured once on a small weight; rounding takes as long."""
+    """Return the seconds of a column of the sweep, measured once on a small weight; rounding takes about as long."""
     weight, factor = torch.randn(SMALL, SMALL, device=device), torch.eye(SMALL, device=device)
     return _seconds(lambda: sweep(weight, factor, Pattern.parse("4:6"))) / SMALL
 

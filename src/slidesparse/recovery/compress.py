@@ -1,7 +1,7 @@
 """``slidesparse.compress``: chats, pruning, training, rounding and judging, one after the other.
 
-Of the minutes a quarter is for chats, a half for pruning and rounding, a tenth for judging, and training takes what is
-left. What does not fit is made smaller or left out, and the outcome says so.
+Of the minutes a quarter is for chats, a half for pruning and rounding, a tenth for judging, and the rest for training,
+as far as the chats suffice. What does not fit is made smaller or left out, and the outcome says so.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from slidesparse.files.staging import staged
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.experts import find_experts
 from slidesparse.offline.calibrate.calibration import Calibration, load_tokenizer, positions, tokens_of
-from slidesparse.offline.calibrate.chats import Chat, templated
+from slidesparse.offline.calibrate.chats import Chat
 from slidesparse.offline.calibrate.texts import DEFAULT, read_documents
 from slidesparse.offline.estimate import describe_seconds, estimate_seconds, operations_a_second
 from slidesparse.offline.outcome import SIX_BITS
@@ -65,7 +65,7 @@ LEAST_WINDOWS, LEAST_TOKENS = 16, 1_000_000
 """Fewest windows of chats to calibrate on (shorter ones of few chats), and fewest tokens to train."""
 
 MOST_READINGS = 8
-"""Most readings of the chats in training: 118 readings of a few left a 0.5B worse."""
+"""Most tokens of training, in multiples of those of the chats: after 118 times 679 chats a 0.5B was no better."""
 
 
 @dataclass(frozen=True)
@@ -181,8 +181,8 @@ class _Run:
         self.own: Any = TYPES.get(largest.dtype)
         if self.own not in FLOATS or MARKER_KEY in self.dense.config:
             raise CheckpointError(f"{self.dense.path} is quantised or pruned", needed="a dense model in a float type")
-        tokenizer = load_tokenizer(self.dense.path)
-        templated([[{"role": "user", "content": "Hello"}]], tokenizer, to_answer=True)  # or refuse one without chats
+        if getattr(load_tokenizer(self.dense.path), "chat_template", None) is None:
+            raise InputError("the tokenizer has no chat template", needed="a model that was trained on chats")
         experts = find_experts(build_meta_model(self.dense).model)  # layers of experts cannot be matched
         self.ladder = [(samples, 0 if experts else steps) for samples, steps in LADDER]
         if state.exists():
@@ -229,15 +229,15 @@ class _Run:
         # A token takes 8 operations a parameter, 2 of them in the dense model, at half the rate of a large product.
         rate = operations_a_second(self.device, *fast) * self.own.itemsize / 16 / self.dense.n_bytes
 
-        def seconds(samples: int, steps: int) -> float:
-            matching = replace(layers.matching, steps=steps) if steps else None
-            less = replace(layers, windows=layers.windows[:samples], matching=matching)
+        def seconds(samples: int, steps: int, rounds: bool = True) -> float:
+            how = {"matching": replace(layers.matching, steps=steps) if steps else None}
+            less = replace(layers, windows=layers.windows[:samples], rounder=layers.rounder if rounds else None, **how)
             return estimate_seconds(replace(plan, layers=less), self.device) or 0.0
 
         half, readable = 60 * self.minutes * OF_PRUNING, MOST_READINGS * tokens
         over = []
         for train, (samples, steps) in product((True, False), self.ladder):
-            pruning, rounding = seconds(samples, steps), seconds(samples, 0) * train
+            pruning, rounding = seconds(samples, steps, not train), seconds(samples, 0) * train
             trained = min(readable, rate * (self.left() - pruning - rounding))
             if pruning + rounding <= half and (not train or trained >= LEAST_TOKENS):
                 break
@@ -267,7 +267,7 @@ class _Run:
         training, held_out = divide_by_prompt(found)
         replace_file(self.held_out, b"".join(map(chat_line, held_out)))
         replace_file(self.training, b"".join(map(chat_line, training)))
-        left_out = f", {len(read) - len(found)} without answers left out" if len(read) > len(found) else ""
+        left_out = f", {len(read) - len(found)} others without answers left out" if len(read) > len(found) else ""
         return f"{len(found)} {'read' if chats else 'written by the dense model'}{left_out}"
 
     def prune(self, part: dict[str, Any]) -> str:
@@ -292,7 +292,7 @@ class _Run:
             prune(source, self.out / name, self.pattern, calibration=self.training, device=self.device, **form, **how)
 
     def recover(self, part: dict[str, Any]) -> str:
-        """Train the pruned model in the minutes that are left."""
+        """Train the pruned model in the minutes that are left, or as far as the chats suffice."""
         plan, to = self.parts["prune"], self.out / "recovered"
         minutes = part.setdefault("minutes", (self.left() - plan["rounding"]) / 60)
         if minutes <= 0:
@@ -300,7 +300,7 @@ class _Run:
         write_json(self.state, self.parts)  # a run goes on with the same minutes alone
         if not to.exists():
             how: dict[str, Any] = {"minutes": minutes, "window": self.window, "device": self.device}
-            how["tokens"] = max(MOST_READINGS * plan["tokens"], RecoverOptions.batch)
+            how["tokens"] = MOST_READINGS * plan["tokens"]
             recover(self.out / "pruned", self.dense.path, to, texts=[self.training], **how)
         known = read_json(to / RECORD)
         kl = "{:.4f} -> {:.4f}".format(*(known[when]["kl"] for when in ("before", "after")))

@@ -68,7 +68,8 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str, minu
 
     ``messages`` are the chat in words, ``tokens`` the numbers that the model read and wrote, and ``seal`` a digest of
     both (:class:`slidesparse.offline.calibrate.chats.Chat`). Answers are kept batch by batch in ``NAME.KEY.part``, from
-    which the same options resume. Where the next batch would exceed ``minutes`` there are fewer chats, 32 at least.
+    which the same options resume. Where the next batch would exceed ``minutes`` there are fewer chats, but a first
+    batch and 32 at least.
 
     Raises:
         InputError: The file exists or is being written; there are no prompts, or no chat template; or the model has too
@@ -103,8 +104,9 @@ def write_chats(model: Path, path: Path, options: ChatOptions, device: str, minu
                 tokens = [[*read, *answer] for read, answer in zip(ids[some], answers, strict=True)]
                 file.write(b"".join(map(_line, asked[some], texts, tokens, repeat(vocabulary))))
                 file.flush()
-                each, done = (time.monotonic() - began) / len(answers), done + len(answers)
-                advance(len(answers) if minutes is None else round(each * size), f"{done} answers" if minutes else "")
+                seconds = time.monotonic() - began
+                each, done = seconds / len(answers), done + len(answers)
+                advance(len(answers) if minutes is None else round(seconds), f"{done} answers" if minutes else "")
                 left = len(ids) - done
                 fitting = left if minutes is None else int((opened + 60 * minutes - time.monotonic()) / each)
                 if done >= LEAST and fitting < min(len(answers), left):

@@ -85,7 +85,7 @@ def recover(
         record = {"slidesparse": __version__, "options": decisive, "weights": weights, "device": where.type}
         size = pair.pruned.n_bytes + files.n_bytes + 2 * 12 * pair.size.trained  # two states, while one is replaced
         with staged_together(ranks, destination, pair.pruned.path, record, size) as work:
-            work.describe = lambda: describe_saved(work.kept, options.steps)
+            work.describe = lambda: describe_saved(work.kept, None if options.minutes else options.steps)
             if windows and ranks.world > 1:
                 windows.save(work.kept / WINDOWS)
             ranks.wait()
@@ -198,7 +198,8 @@ def _plan(training: Training, progress: Progress) -> str:
     line = f"{windows.count} windows of {options.window} tokens to train on, {len(windows.evaluation)} to evaluate on"
     if options.steps is not None:
         epochs, tokens = options.steps * options.windows / windows.count, options.steps * options.step_tokens
-        line += f"; {counted(options.steps, 'step')} of {options.windows} windows, "
+        most = "at most " if options.minutes else ""
+        line += f"; {most}{counted(options.steps, 'step')} of {options.windows} windows, "
         line += "" if tokens == options.tokens else f"{tokens} tokens, "
         line += f"{epochs:.3g} times through the text" if epochs >= 1 else f"{100 * epochs:.3g} % of the text"
     return line + (f"; resumes after step {progress.step}" if progress.step else "")

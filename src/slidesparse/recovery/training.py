@@ -64,8 +64,9 @@ class Training:
         """Train until the budget is spent, or no step has a finite loss any more; save the state at intervals."""
         options, first, begun, shown = self.options, progress.step, time.monotonic(), 0
         spent, saved = options.spent(progress.step, progress.seconds), time.monotonic()
-        whole = (options.steps or 0) * options.step_tokens or round(60 * (options.minutes or 0))
-        unit = "seconds" if options.tokens is None else "tokens"
+        tokens, seconds = (options.steps or 0) * options.step_tokens, round(60 * (options.minutes or 0))
+        unit = "% of the budget" if tokens and seconds else "tokens" if tokens else "seconds"
+        whole = 100 if tokens and seconds else tokens or seconds
         with progress_bar("recover", whole, unit=unit) as advance:
             while spent < 1 and progress.in_a_row < MOST_LEFT_OUT:
                 started = time.monotonic()
