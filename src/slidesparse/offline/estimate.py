@@ -25,8 +25,7 @@ SIDE, SMALL = 1024, 128
 """Rows and columns of the matrices whose product is timed, and of the weight whose columns are."""
 
 OVERHEAD = {"cpu": 2.0, "cuda": 0.3}
-"""Measured over counted time, but for columns: of SmolLM2-135M on two CPU cores; of a 0.5B and layers of 7B on an H200,
-where most products are in BF16."""
+"""Measured over counted time without columns: of SmolLM2-135M on two CPU cores; a 0.5B and layers of 7B on an H200."""
 
 
 def estimate_seconds(plan: Plan, device: torch.device) -> float | None:
