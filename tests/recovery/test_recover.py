@@ -430,6 +430,11 @@ def test_of_two_budgets_the_first_that_is_spent_ends_a_run(pair: Path, tmp_path:
     assert 1 <= found.steps < both.steps * 1000
 
 
+def test_no_budget_is_told_before_a_model_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recover", "no/model", "out", "--dense", "no/dense", "--text", "no.txt"]) == 1
+    assert "the budget; needed tokens or minutes" in capsys.readouterr().err
+
+
 def test_minutes_are_a_budget_too(pair: Path, tmp_path: Path) -> None:
     found = recover(pair / "pruned", pair / "base", tmp_path / "out", options(pair, tokens=None, minutes=0.02))
     assert found.steps >= 1
