@@ -19,7 +19,7 @@ def add_compress(commands: Commands) -> None:
     add = compress.add_argument
     add("destination", type=named_path, metavar="OUT", help="folder to make; the result is OUT/served")
     add("--pattern", required=True, help="6:8, 4:6, 8:10, 2:4, ...")
-    text = "a quarter for chats, a half for pruning, a tenth for judging, the rest for training at most (%(default)s)"
+    text = "for chats a quarter, pruning a half, judging a tenth, training at most the rest (default: %(default)s)"
     add("--minutes", type=float, default=60.0, help=text)
     add("--prompts", metavar="FILE", help=f"prompts for the chats {PROMPTS}")
     add("--chats", metavar="FILE", help="chats of the model's use, to read instead of writing any")
