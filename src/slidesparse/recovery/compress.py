@@ -35,7 +35,7 @@ from slidesparse.files.staging import staged
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.experts import find_experts
 from slidesparse.offline.calibrate.calibration import Calibration, load_tokenizer, positions, tokens_of
-from slidesparse.offline.calibrate.chats import Chat
+from slidesparse.offline.calibrate.chats import Chat, require_chat_template
 from slidesparse.offline.calibrate.texts import DEFAULT, read_documents
 from slidesparse.offline.estimate import describe_seconds, estimate_seconds, operations_a_second
 from slidesparse.offline.outcome import SIX_BITS
@@ -181,8 +181,7 @@ class _Run:
         self.own: Any = TYPES.get(largest.dtype)
         if self.own not in FLOATS or MARKER_KEY in self.dense.config:
             raise CheckpointError(f"{self.dense.path} is quantised or pruned", needed="a dense model in a float type")
-        if getattr(load_tokenizer(self.dense.path), "chat_template", None) is None:
-            raise InputError("the tokenizer has no chat template", needed="a model that was trained on chats")
+        require_chat_template(load_tokenizer(self.dense.path))
         experts = find_experts(build_meta_model(self.dense).model)  # layers of experts cannot be matched
         self.ladder = [(samples, 0 if experts else steps) for samples, steps in LADDER]
         if state.exists():
@@ -230,8 +229,9 @@ class _Run:
         rate = operations_a_second(self.device, *fast) * self.own.itemsize / 16 / self.dense.n_bytes
 
         def seconds(samples: int, steps: int, rounds: bool = True) -> float:
-            how = {"matching": replace(layers.matching, steps=steps) if steps else None}
-            less = replace(layers, windows=layers.windows[:samples], rounder=layers.rounder if rounds else None, **how)
+            matching = replace(layers.matching, steps=steps) if steps else None
+            rounder = layers.rounder if rounds else None
+            less = replace(layers, windows=layers.windows[:samples], matching=matching, rounder=rounder)
             return estimate_seconds(replace(plan, layers=less), self.device) or 0.0
 
         half, readable = 60 * self.minutes * OF_PRUNING, MOST_READINGS * tokens
@@ -259,7 +259,8 @@ class _Run:
         if chats is None and not file.exists():
             count, longest = CHATS[self.device.type]
             options = ChatOptions(count, prompts, min(longest, positions(self.config) // 2))
-            divide_by_prompt([Chat([*one, {"role": "assistant"}]) for one in prompts_of(options)])  # or tell too few
+            if prompts is not None:  # or tell too few
+                divide_by_prompt([Chat([*one, {"role": "assistant"}]) for one in prompts_of(options)])
             minutes = max(self.minutes * OF_CHATS - spent / 60, 0.01)  # a few are written anyway
             write_chats_apart(self.dense.path, file, options, str(self.device), minutes)
         read = read_documents(chats or file)

@@ -82,10 +82,8 @@ class RecoverOptions:
 
     def __post_init__(self) -> None:
         if not self.texts:
-            needed = "a text or chats"
-            raise InputError(
-                "nothing to train on", needed=needed, remedy="add --text FILE, as slidesparse chats writes"
-            )
+            remedy = "add --text FILE, as slidesparse chats writes"
+            raise InputError("nothing to train on", needed="a text or chats", remedy=remedy)
         if self.tokens is None and self.minutes is None:
             raise InputError("the budget", needed="tokens or minutes", remedy="add --tokens 20M, or --minutes 15")
         for name, (least, most) in WHOLE.items():

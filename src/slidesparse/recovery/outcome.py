@@ -60,10 +60,8 @@ class Recovery:
             early = f"training ended early, after {MOST_LEFT_OUT} such steps in a row"
             lines.append("; ".join([early, *advice(["use a lower --lr"])]))
         if self.kept == "after":
-            end, then = (
-                f"{self.destination} holds the trained weights",
-                "quantise it with slidesparse prune, calibrated",
-            )
+            end = f"{self.destination} holds the trained weights"
+            then = "quantise it with slidesparse prune, calibrated"
         else:
             end = f"Training did not help; {self.destination} holds the untrained weights"
             then = "try more text and --tokens, or another --lr"

@@ -32,7 +32,7 @@ from slidesparse.recovery.prompts import make_prompts
 from slidesparse.recovery.writers import SAMPLING, VllmWriter, WriterName, end_tokens, writer_class
 
 MOST_CHATS, MOST_TOKENS, MOST_MINUTES, LEAST = 10**8, 1 << 20, 1e6, 32
-FIRST = 2048  # answers, at most, before the time of one is known; on a GPU fewer take as long, until it is busy
+FIRST = 2048  # most answers of a batch before the time of one is known
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,13 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message that transformers gives to a template under each of these names."""
 
 
+def require_chat_template(tokenizer: Any, before: str = "", remedy: str | None = None) -> None:
+    """Raise an InputError for a tokenizer without a chat template; ``before`` begins its message."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        what, needed = f"{before}the tokenizer has no chat template", "a model that was trained on chats"
+        raise InputError(what, needed=needed, remedy=remedy)
+
+
 def templated(chats: Sequence[Sequence[dict[str, Any]]], tokenizer: Any, *, to_answer: bool = False) -> list[str]:
     """Return the texts of chats; ``to_answer``: up to the start of the model's answer.
 
@@ -80,12 +87,8 @@ def templated(chats: Sequence[Sequence[dict[str, Any]]], tokenizer: Any, *, to_a
     """
     if not chats:
         return []
-    if getattr(tokenizer, "chat_template", None) is None:
-        what, needed = "the tokenizer has no chat template", "a model that was trained on chats"
-        if to_answer:
-            raise InputError(what, needed=needed)
-        remedy = 'use lines with a "text" instead of "messages"'
-        raise InputError(f"the text holds chats, and {what}", needed=needed, remedy=remedy)
+    read = ("the text holds chats, and ", 'use lines with a "text" instead of "messages"')
+    require_chat_template(tokenizer, *(() if to_answer else read))
     template = str(tokenizer.chat_template)
     _name_unread(chats, template)
     if CLOCK in template:
