@@ -60,6 +60,8 @@ def program(problem: dict[str, Any], answer: str) -> str:
 
 def passes(source: str) -> bool:
     """Run a program that a model wrote, apart from this process and within limits."""
+    if "\0" in source:  # neither Python nor an argument of a process
+        return False
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
             [sys.executable, "-I", "-c", LIMITS + source],
