@@ -37,6 +37,9 @@ STOP = "\n"
 TOKENS = 32
 """Most tokens of an answer."""
 
+MOST_JUDGED = 300
+"""Most questions of a generator that anybody is judged by."""
+
 
 @dataclass(frozen=True)
 class Question:
@@ -75,7 +78,7 @@ def questions(each: int, seed: int = JUDGED) -> list[Question]:
 
 def training(number: int, seed: int = 0) -> list[Question]:
     """Return at most as many questions to train on, none of them judged, not even with its numbers exchanged."""
-    judged = {words(one) for one in questions(100)}
+    judged = {words(one) for one in questions(MOST_JUDGED)}
     return [one for one in questions(-(-number // len(GENERATORS)), seed) if words(one) not in judged]
 
 
