@@ -59,13 +59,13 @@ HELD_OUT = 128
 """Most prompts to judge on: a quarter of all, and eight at least."""
 
 LADDER = ((256, 200), (128, 200), (128, 0), (32, 0), (4, 0))
-"""Calibration windows and steps of matching, from the best to the least."""
+"""Calibration windows and steps of matching, from the best to the least, after which nothing is trained."""
 
 LEAST_WINDOWS, LEAST_TOKENS = 16, 1_000_000
 """Fewest windows of chats to calibrate on (shorter ones of few chats), and fewest tokens to train."""
 
-MOST_READINGS = 8
-"""Most tokens of training, in multiples of those of the chats: after 118 times 679 chats a 0.5B was no better."""
+MOST_READINGS = 32
+"""Most tokens of training, in multiples of those of the chats: 31 times 1,421 helped (docs/log/whose-text.md)."""
 
 
 @dataclass(frozen=True)
@@ -235,15 +235,15 @@ class _Run:
             return estimate_seconds(replace(plan, layers=less), self.device) or 0.0
 
         half, readable = 60 * self.minutes * OF_PRUNING, MOST_READINGS * tokens
-        over = []
-        for train, (samples, steps) in product((True, False), self.ladder):
+        over, rungs = [], [*product((True,), self.ladder[:-1]), *product((False,), self.ladder)]
+        for train, (samples, steps) in rungs:
             pruning, rounding = seconds(samples, steps, not train), seconds(samples, 0) * train
             trained = min(readable, rate * (self.left() - pruning - rounding))
             if pruning + rounding <= half and (not train or trained >= LEAST_TOKENS):
                 break
         else:
             over = [f"more than a half of the minutes: pruning takes {describe_seconds(pruning)}"]
-        cheapest = 2 * seconds(*self.ladder[-1])
+        cheapest = 2 * seconds(*self.ladder[-2])
         most = max(0, rate * (self.left() - cheapest)) if cheapest <= half else 0
         least = f"{LEAST_TOKENS / MOST_READINGS:.0f} and {LEAST_TOKENS}"
         few = f"{tokens} tokens of chats and time for {most:.0f}, where it needs {least}"
