@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from checkpoints import add_tokenizer, by_magnitude, make_checkpoint
 
 from slidesparse.checkpoints.checkpoint import Checkpoint
@@ -163,13 +162,13 @@ def test_the_time_of_calibration_is_estimated(tmp_path: Path) -> None:
 
 
 def test_columns_that_are_rounded_take_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As much as those of the sweep: both are a few launches each, which bound a small model on a GPU."""
+    """As much as those of the sweep, of all linears that read one input: a few launches each."""
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)
     add_tokenizer(tmp_path / "m")
     monkeypatch.setattr("slidesparse.offline.estimate.operations_a_second", lambda _: 1e30)
     monkeypatch.setattr("slidesparse.offline.estimate.column_seconds", lambda _: 1.0)
-    layer = build_meta_model(Checkpoint(tmp_path / "m")).model.model.layers[0]
-    columns = sum(one.in_features for one in layer.modules() if isinstance(one, torch.nn.Linear))
+    config = build_meta_model(Checkpoint(tmp_path / "m")).model.config
+    columns = 3 * config.hidden_size + config.intermediate_size  # q, k and v; o; gate and up; down
     for rounding, times in (("absmax", 1), ("6bit", 2)):
         said = dry_run(tmp_path / "m", tmp_path / "q", PruneOptions("6:8", rounding=rounding))
         assert said.seconds == pytest.approx(times * columns)

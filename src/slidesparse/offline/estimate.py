@@ -1,9 +1,8 @@
 """Estimate the time of a calibrated pruning, from its arithmetic and the rate of one matrix product on the device.
 
-Counted per weight [out, in] on ``n`` tokens: two passes of the layer, the gram matrix of its input, the factor of that
-matrix in float64, SparseGPT's sweep and its 25 conjugate-gradient steps, and three passes for each step of matching.
-A column of the sweep or of rounding takes some launches more, which bound a small model on a GPU. Attention, reading
-and writing are left out, so that the result is no better than a factor of two.
+Counted per weight [out, in] on ``n`` tokens: two passes, the gram matrix of its input, the factor of that in float64,
+SparseGPT's sweep and its 25 conjugate-gradient steps, and three passes for each step of matching. A column of the sweep
+or of rounding takes some launches more. The rest is left out: the result is no better than a factor of two.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ def estimate_seconds(plan: Plan, device: torch.device) -> float | None:
 
 
 def _counted(plan: Plan, layers: LayersToPrune) -> tuple[float, int]:
-    """Return operations, and at most the columns that are swept (some weights together) or rounded one by one."""
-    solves, single = isinstance(layers.pruner, SparseGPT), 0
+    """Return operations, and the columns that are swept or rounded one by one, of all linears of a set together."""
+    solves, columns_of = isinstance(layers.pruner, SparseGPT), dict[str, int]()
     steps = 0 if layers.matching is None else layers.matching.steps
     step_tokens = windows_of_a_batch(layers.windows) * layers.windows.shape[1]
     total = 0.0
@@ -50,8 +49,9 @@ def _counted(plan: Plan, layers: LayersToPrune) -> tuple[float, int]:
             if job.layer in layers.changed:
                 total += 2 * tokens * columns**2
                 total += (4 * columns**3 + (5 if job.pattern == DENSE else 55) * rows * columns**2) * solves
-                single += columns * ((solves and job.pattern != DENSE) + len(names) * (layers.rounder is not None))
-    return total, single
+                columns_of[job.layer] = columns
+    passes = {one: (solves and layers.patterns[one] != DENSE) + (layers.rounder is not None) for one, *_ in layers.sets}
+    return total, sum(columns_of[layers.experts.layer_of.get(one, one)] * times for one, times in passes.items())
 
 
 @lru_cache(maxsize=8)

@@ -49,15 +49,13 @@ class RoundForOutputs:
         gram, weights = checked_gram(linears), linears.weights
         order = gram.diagonal().argsort(descending=True, stable=True)
         factor, _ = inverse_factor(gram[order[:, None], order], ", ".join(weights))
-        back = order.argsort()
-        return {name: round_for_outputs(one[:, order], factor, self.grid)[:, back] for name, one in weights.items()}
+        stacked = torch.cat([*weights.values()])[:, order]  # a column of all takes as many launches as of one
+        rounded = round_for_outputs(stacked, factor, self.grid)[:, order.argsort()].split([*map(len, weights.values())])
+        return {name: one.to(weights[name].dtype) for name, one in zip(weights, rounded, strict=True)}
 
 
 def rounder_after(pruner: Pruner, dtype: torch.dtype, rounding: Rounding) -> RoundForOutputs | None:
-    """Return the rounding step after a pruning method; None for floats, plain INT8 and methods but SparseGPT.
-
-    INT8 gains nothing (docs/log/rounding.md).
-    """
+    """Return what rounds to six bits or FP8 after SparseGPT, else None: INT8 gains nothing (docs/log/rounding.md)."""
     grid = FP8 if dtype == torch.float8_e4m3fn else SIX_BITS if rounding == "6bit" else None
     return RoundForOutputs(grid) if grid is not None and isinstance(pruner, SparseGPT) else None
 
