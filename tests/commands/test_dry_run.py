@@ -162,7 +162,7 @@ def test_the_time_of_calibration_is_estimated(tmp_path: Path) -> None:
 
 
 def test_columns_that_are_rounded_take_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As much as those of the sweep, of all linears that read one input: a few launches each."""
+    """A column takes as long to round as to sweep, once for all linears that read one input."""
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)
     add_tokenizer(tmp_path / "m")
     monkeypatch.setattr("slidesparse.offline.estimate.operations_a_second", lambda _: 1e30)

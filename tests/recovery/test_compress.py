@@ -114,7 +114,7 @@ def test_what_the_minutes_do_not_suffice_for_is_left_out(
     assert sorted(one.name for one in (tmp_path / "out").iterdir() if one.is_dir()) == ["served"]
 
 
-def test_nothing_is_trained_that_was_pruned_on_a_few_windows(
+def test_pruning_on_more_windows_comes_before_training(
     model: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Time for 4 windows and training is better spent on 8 windows."""
@@ -123,7 +123,7 @@ def test_nothing_is_trained_that_was_pruned_on_a_few_windows(
     how = {"chats": str(model / "chats.jsonl"), "device": "cpu", "minutes": 0.3}
     told = ss.compress(model / "base", tmp_path / "out", "2:4", **how).lines[1]
     assert "8 windows" in told
-    assert "no training" in told
+    assert "no training: pruning and rounding would take less than a minute, more than a half of the minutes" in told
 
 
 def test_few_chats_are_read_a_few_times_alone(

@@ -98,9 +98,9 @@ def main() -> None:
     options = parser.parse_args()
     # Two empty lines are between functions: a text is checked, and cleaned, function by function.
     between = "\n" if options.chats.suffix == ".jsonl" else "\n\n\n"
-    clean, dirty = checked(options.chats.read_text(encoding="utf8").split(between))
+    clean, dirty = checked(options.chats.read_text(encoding="utf8").rstrip("\n").split(between))
     if options.clean:
-        options.clean.write_text(between.join(clean), encoding="utf8")
+        options.clean.write_text(between.join(clean) + "\n", encoding="utf8")
     found = sorted({task for tasks in dirty.values() for task in tasks})
     record = {"file": options.chats.name, "kept": len(clean), "dropped": len(dirty), "problems": found}
     print(json.dumps(record))

@@ -68,6 +68,8 @@ class Question:
 
 def questions(each: int, seed: int = JUDGED) -> list[Question]:
     """Return ``each`` questions of every generator, no text twice."""
+    if seed >= JUDGED and each > MOST_JUDGED:
+        raise SystemExit(f"{each} questions of a generator: of more than {MOST_JUDGED} some were trained on")
     found = []
     for name, settings in GENERATORS.items():
         dataset = reasoning_gym.create_dataset(name, seed=seed, size=3 * each, **settings)

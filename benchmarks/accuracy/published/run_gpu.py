@@ -2,12 +2,13 @@
 
     python run_gpu.py --dense DENSE --work FOLDER --out RECORDS.jsonl --chats CHATS.jsonl --text CODE.txt
         [--patterns 14:16 6:8 4:6 2:4] [--tokens 5M 20M] [--minutes 25] [--only 'match|recover'] [--at-once 2]
-        [--dry-run]
+        [--compress 10] [--dry-run]
 
 A job is a line of commands, of which each needs the one before; jobs wait for those whose checkpoints they read. What
 ``judge.py`` finds is printed as it comes. At the deadline, what runs is ended and no record of it is kept. Checkpoints
 stay in the folder, and jobs whose record is there are not run again, so the same command goes on. Run
-``slidesparse compress`` alone on its GPU (``--only compress``): it measures the machine, and does less on a busy one.
+``slidesparse compress`` alone on its GPU (``--only compress``, one at once): it measures the machine, and does less on
+a busy one. Look for problems of HumanEval in its ``training.jsonl``.
 """
 
 from __future__ import annotations
@@ -64,13 +65,13 @@ class Jobs:
         self.text = ["--calibration", options.chats, "--samples", "256", "--length", "512"]
         self.add("dense", [], options.dense)
         for pattern in options.patterns:
-            self.compressed(pattern)
-        for pattern in options.patterns:
             self.pruned(pattern)
         for pattern in options.patterns:
             self.baselines(pattern)
         self.rivals()
         self.regimes()
+        for pattern in options.patterns:
+            self.compressed(pattern)
 
     def path(self, tag: str) -> str:
         return str(self.options.work / re.sub(r"\W+", "-", tag))
@@ -93,7 +94,7 @@ class Jobs:
         self.add(tag, made, self.path(tag))
 
     def compressed(self, pattern: str) -> None:
-        """Add what the one command makes, in six bits and before it is rounded."""
+        """Add what the one command makes, in six bits, and before it is rounded if it was trained."""
         tag, folder = f"{pattern} compress 6bit", self.path(f"{pattern} compress")
         made = [sys.executable, "-m", "slidesparse", "compress", self.options.dense, folder, "--pattern", pattern]
         made += ["--rounding", "6bit", "--minutes", str(self.options.compress)]
