@@ -169,6 +169,6 @@ def test_columns_that_are_rounded_take_time(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("slidesparse.offline.estimate.column_seconds", lambda _: 1.0)
     config = build_meta_model(Checkpoint(tmp_path / "m")).model.config
     columns = 3 * config.hidden_size + config.intermediate_size  # q, k and v; o; gate and up; down
-    for rounding, times in (("absmax", 1), ("6bit", 2)):
-        said = dry_run(tmp_path / "m", tmp_path / "q", PruneOptions("6:8", rounding=rounding))
+    for pattern, rounding, times in (("6:8", "absmax", 1), ("6:8", "6bit", 2), ("dense", "6bit", 1)):
+        said = dry_run(tmp_path / "m", tmp_path / "q", PruneOptions(pattern, rounding=rounding))
         assert said.seconds == pytest.approx(times * columns)
