@@ -75,7 +75,12 @@ def test_fewer_chats_where_the_minutes_are_spent(
     words += ["--prompts", str(model / "prompts.txt"), "--device", "cpu", "--minutes"]
     assert main([*words, "0"]) == 1
     calls = interrupted_at(monkeypatch, TransformersWriter, 99)
-    for minutes, count, sizes in (("1e-6", 32, [16, 16]), ("99", 40, [16, 16, 8])):
+    for first, minutes, count, sizes in (
+        (2048, "1e-6", 32, [16, 16]),
+        (2048, "99", 40, [16, 16, 8]),
+        (8, "99", 40, [8, 16, 16]),  # before the time of an answer is known
+    ):
+        monkeypatch.setattr("slidesparse.recovery.own_chats.FIRST", first)
         calls.clear()
         assert main([*words, minutes]) == 0
         assert f"{count} chats" in capsys.readouterr().out
