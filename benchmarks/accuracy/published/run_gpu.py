@@ -1,14 +1,14 @@
 """Prune, train on and judge one model in all ways, each job on one of the visible GPUs, until a deadline.
 
     python run_gpu.py --dense DENSE --work FOLDER --out RECORDS.jsonl --chats CHATS.jsonl --text CODE.txt
-        [--patterns 14:16 6:8 4:6 2:4] [--tokens 5M 20M] [--minutes 25] [--only 'match|recover'] [--at-once 2]
-        [--compress 10] [--dry-run]
+        [--patterns 14:16 6:8 4:6 2:4] [--tokens 5M 20M] [--minutes 25] [--only 'match|recover'] [--compress 10]
+        [--dry-run]
 
 A job is a line of commands, of which each needs the one before; jobs wait for those whose checkpoints they read. What
 ``judge.py`` finds is printed as it comes. At the deadline, what runs is ended and no record of it is kept. Checkpoints
 stay in the folder, and jobs whose record is there are not run again, so the same command goes on. Run
-``slidesparse compress`` alone on its GPU (``--only compress``, one at once): it measures the machine, and does less on
-a busy one. Look for problems of HumanEval in its ``training.jsonl``.
+``slidesparse compress`` alone on its GPU (``--only compress``): it measures the machine, and does less on a busy one.
+Look for problems of HumanEval in its ``training.jsonl``.
 """
 
 from __future__ import annotations
@@ -158,32 +158,31 @@ class Jobs:
 
 
 class Queue:
-    """Runs jobs on all GPUs until none is left or time is up."""
+    """Runs jobs, one on each GPU, until none is left or time is up."""
 
     def __init__(self, jobs: list[Job], done: set[str], options: argparse.Namespace) -> None:
         self.waiting = [job for job in jobs if job.tag not in done]
         self.done, self.options = done, options
         self.known = {job.tag for job in jobs} | done
         self.failed: set[str] = set()
-        self.running: dict[int, tuple[Job, Path, int]] = {}
+        self.running: dict[str, tuple[Job, Path, int]] = {}
         self.start = time.time()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpus = visible.split(",") if visible else [str(gpu) for gpu in range(max(torch.cuda.device_count(), 1))]
-        self.places = gpus * options.at_once
+        self.gpus = visible.split(",") if visible else [str(gpu) for gpu in range(max(torch.cuda.device_count(), 1))]
 
     def run(self) -> None:
         while (self.waiting or self.running) and time.time() - self.start < 60 * self.options.minutes:
-            for place in range(len(self.places)):
-                if place not in self.running and (job := next(self.ready(), None)):
+            for gpu in self.gpus:
+                if gpu not in self.running and (job := next(self.ready(), None)):
                     self.waiting.remove(job)
-                    self.begin(place, job)
+                    self.begin(gpu, job)
             if not self.running:
                 break
             time.sleep(0.5)
-            for place in list(self.running):
-                self.look(place)
-        for job, _, _ in self.running.values():
-            self.say(f"ended at the deadline: {job.tag}")
+            for gpu in list(self.running):
+                self.look(gpu)
+        for gpu, (job, _, _) in self.running.items():
+            self.say(f"ended at the deadline on GPU {gpu}: {job.tag}")
             if job.process is not None:
                 os.killpg(job.process.pid, signal.SIGKILL)
         left = [job.tag for job in self.waiting]
@@ -195,33 +194,32 @@ class Queue:
             if all(tag in self.done for tag in job.after):
                 yield job
 
-    def begin(self, place: int, job: Job) -> None:
-        gpu = self.places[place]
+    def begin(self, gpu: str, job: Job) -> None:
         log = self.options.work / f"{re.sub(r'[^a-zA-Z0-9]+', '-', job.tag)}.log"
         *made, judged = map(shlex.join, job.commands)
         line = " && ".join([*(f"{{ test -d {shlex.quote(job.path)} || {one}; }}" for one in made), judged])
-        threads = str(max(len(os.sched_getaffinity(0)) // len(self.places), 1))
+        threads = str(max(len(os.sched_getaffinity(0)) // len(self.gpus), 1))
         env = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
         with log.open("wb") as out:
             job.process = subprocess.Popen(
                 ["bash", "-c", line], stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True
             )
-        self.running[place] = job, log, 0
+        self.running[gpu] = job, log, 0
         self.say(f"GPU {gpu}: {job.tag}")
 
-    def look(self, place: int) -> None:
+    def look(self, gpu: str) -> None:
         """Print what a job found since the last look, and how it ended."""
-        job, log, seen = self.running[place]
+        job, log, seen = self.running[gpu]
         ended = job.process is None or job.process.poll() is not None
         text = log.read_bytes()[seen:]
         whole = len(text) if ended else text.rfind(b"\n") + 1
         for line in text[:whole].decode(errors="replace").splitlines():
             if TOLD.search(line) and "it/s" not in line:
                 self.say(f"[{job.tag}] {line[:300]}")
-        self.running[place] = job, log, seen + whole
+        self.running[gpu] = job, log, seen + whole
         if not ended:
             return
-        del self.running[place]
+        del self.running[gpu]
         if job.process is not None and job.process.returncode == 0:
             self.done.add(job.tag)
             return
@@ -249,7 +247,6 @@ def main() -> None:
     parser.add_argument("--patterns", nargs="+", default=["6:8", "4:6", "2:4", "14:16"])
     parser.add_argument("--tokens", nargs="+", default=["5M", "20M"])
     parser.add_argument("--minutes", type=float, default=25, help="deadline")
-    parser.add_argument("--at-once", type=int, default=1, help="jobs on a GPU")
     parser.add_argument("--compress", type=float, default=10, help="minutes of slidesparse compress")
     parser.add_argument("--only", default="", help="regular expression: run these tags, and what they need")
     parser.add_argument("--judge", default="", help="more options of judge.py, in one word")

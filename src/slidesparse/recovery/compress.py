@@ -59,13 +59,13 @@ HELD_OUT = 128
 """Most prompts to judge on: a quarter of all, and eight at least."""
 
 LADDER = ((256, 200), (128, 200), (128, 0), (32, 0), (4, 0))
-"""Calibration windows and steps of matching, from the best to the least, which is worse than no training."""
+"""Calibration windows and steps of matching, from the best to the least, the last resort."""
 
 LEAST_WINDOWS, LEAST_TOKENS = 16, 1_000_000
 """Fewest windows of chats to calibrate on (shorter ones of few chats), and fewest tokens to train."""
 
 MOST_READINGS = 32
-"""Most readings of the chats in training: 31 of 1,421 chats, with code, helped; 118 of 679 did not (log/whose-text)."""
+"""Most readings of the chats in training: 31 of 1,421 and code helped, 118 of 679 did not (docs/log/whose-text.md)."""
 
 
 @dataclass(frozen=True)
@@ -235,9 +235,9 @@ class _Run:
             return estimate_seconds(replace(plan, layers=less), self.device) or 0.0
 
         half, readable = 60 * self.minutes * OF_PRUNING, MOST_READINGS * tokens
-        *better, worst = self.ladder
-        over = []
-        for train, (samples, steps) in [*product((True, False), better), *product((True, False), [worst])]:
+        *better, last = self.ladder
+        over, rungs = [], [*product((True, False), better), (True, last), (False, last)]
+        for train, (samples, steps) in rungs:
             pruning, rounding = seconds(samples, steps, not train), seconds(samples, 0) * train
             trained = min(readable, rate * (self.left() - pruning - rounding))
             if pruning + rounding <= half and (not train or trained >= LEAST_TOKENS):
