@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 SPACES = "param", "shared", "global"
 
 
-def _place(machine: Machine, warp: Warp, at: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+def _place(
+    machine: Machine, warp: Warp, at: np.ndarray, size: int, space: str = "generic"
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the memory of these addresses, and the offsets in it."""
-    if int(at[0]) >= 1 << 32:
+    if space == "global" or machine.memory.holds(int(at[0])):
         return machine.memory.at(at, size)
     machine.check_shared(warp.block, at, size)
     return warp.block.shared, at
@@ -43,7 +45,7 @@ def access(machine: Machine, statement: Statement) -> Step:
         if space == "param":
             array, offsets = machine.arguments, at
         else:
-            array, offsets = _place(machine, warp, at, size)
+            array, offsets = _place(machine, warp, at, size, space)
         index = offsets[:, None] + np.arange(size)
         if values is None:
             found = array[index].view(dtype)

@@ -47,6 +47,10 @@ class GlobalMemory:
         self.arrays[tensor.data_ptr()] = tensor.reshape(-1).view(torch.uint8).numpy()
         return tensor.data_ptr()
 
+    def holds(self, address: int) -> bool:
+        """Return whether an address is global: all are above 4 GiB, but those of some builds of Python."""
+        return address >= 1 << 32 or any(start <= address < start + len(one) for start, one in self.arrays.items())
+
     def at(self, addresses: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the array of these addresses and the offsets in it, all ``size`` bytes inside."""
         first = int(addresses[0])
