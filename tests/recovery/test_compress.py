@@ -29,7 +29,7 @@ from slidesparse.offline.calibrate.chats import Chat
 from slidesparse.offline.calibrate.texts import read_documents
 from slidesparse.offline.evaluate import load_any
 from slidesparse.recovery import compress as module
-from slidesparse.recovery.compress import divide_by_prompt
+from slidesparse.recovery.compress import CHATS, divide_by_prompt
 from slidesparse.recovery.judge import FIRST, Figure, _mean, judge, speeds
 
 TEMPLATE = "{% for one in messages %}({{ one.role }}) {{ one.content }}\n{% endfor %}"
@@ -278,8 +278,9 @@ def test_it_writes_chats_where_none_are_given(model: Path, tmp_path: Path, quick
     done = ss.compress(
         model / "base", tmp_path / "out", "4:6", minutes=0.01, prompts=str(tmp_path / "prompts.jsonl"), device="cpu"
     )
-    assert len(read_documents(tmp_path / "out/chats.jsonl")) == 32
-    assert done.lines[0].startswith("chats: 32 written by the dense model")
+    written = len(read_documents(tmp_path / "out/chats.jsonl"))
+    assert 32 <= written < CHATS["cpu"][0]  # how many more than 32 in the time depends on the machine
+    assert done.lines[0].startswith(f"chats: {written} written by the dense model")
 
 
 @pytest.mark.slow

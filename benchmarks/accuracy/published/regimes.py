@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -114,6 +115,7 @@ def main() -> None:
     asked = TASKS[options.task].training(options.questions)
     if options.prompts:
         lines = [json.dumps({"messages": [{"role": "user", "content": one.request}]}) for one in asked]
+        random.Random(0).shuffle(lines)  # whoever takes the first ones gets some of every generator
         options.prompts.write_text("\n".join(lines) + "\n")
     tokens = train(model, examples(tokenizer, asked), options)
     about = {"kind": "regime", "task": options.task, "lr": options.lr, "trained_on": tokens}
