@@ -98,8 +98,8 @@ LONGEST = {"6:8": "recover 80M", "4:6": "recover 100M", "2:4": "recover 80M"}
 """Pattern -> what ends the tag of the judged model that was trained on longest."""
 
 OF_THE_LOG = re.compile(
-    r"^plan | (rotate|reorder|chats|sparsegpt)$|^2:4 recover [24]0M$|^depth 1.18$|recover.* (fp8|int8)$|one down"
-    r"|^(4:6|2:4) magnitude$|^(6:8|4:6) recover.* worked|compress$"
+    r"^plan | (rotate|reorder|chats|sparsegpt)$|^2:4 recover [24]0M$|^depth 1.18$|recover.* fp8$|one down"
+    r"|^(4:6|2:4) magnitude$|^(6:8|4:6) recover.* worked|compress"
 )
 """Tags that the page on accuracy leaves out."""
 

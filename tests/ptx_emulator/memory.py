@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 SPACES = "param", "shared", "global"
 
 
-def _place(
-    machine: Machine, warp: Warp, at: np.ndarray, size: int, space: str = "generic"
-) -> tuple[np.ndarray, np.ndarray]:
+def _space(statement: Statement) -> str:
+    return next((part for part in statement.name.split(".") if part in SPACES), "generic")
+
+
+def _place(machine: Machine, warp: Warp, at: np.ndarray, size: int, space: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the memory of these addresses, and the offsets in it."""
-    if space == "global" or machine.memory.holds(int(at[0])):
+    if space == "global" or (space == "generic" and machine.memory.holds(int(at[0]))):
         return machine.memory.at(at, size)
     machine.check_shared(warp.block, at, size)
     return warp.block.shared, at
@@ -32,7 +34,7 @@ def access(machine: Machine, statement: Statement) -> Step:
     """ld and st of parameters, shared, global and generic addresses; vectors too."""
     parts = statement.name.split(".")
     kind, vector = parts[-1], next((int(part[1]) for part in parts if part in ("v2", "v4")), 1)
-    dtype, space = np.dtype(TYPES[kind]), next((part for part in parts if part in SPACES), "generic")
+    dtype, space = np.dtype(TYPES[kind]), _space(statement)
     loads = parts[0] == "ld"
     registers, place = statement.operands if loads else statement.operands[::-1]
     address, names, size = address_of(place), names_of(registers), dtype.itemsize * vector
@@ -84,7 +86,7 @@ def add_atomically(machine: Machine, statement: Statement) -> Step:
     """atom and red: lanes in order; atom returns what was there before."""
     name, operands = statement.name.split("."), statement.operands
     assert "add" in name, statement.name
-    dtype = np.dtype(TYPES[name[-1]])
+    dtype, space = np.dtype(TYPES[name[-1]]), _space(statement)
     address, more = address_of(operands[-2]), value_of(operands[-1], name[-1])
 
     def add(warp: Warp, group: Group) -> None:
@@ -94,7 +96,7 @@ def add_atomically(machine: Machine, statement: Statement) -> Step:
         for lane, at in zip(lanes, address(warp, group.lanes), strict=True):
             if at % dtype.itemsize:
                 raise Fault(f"{statement} at an address that is no multiple of {dtype.itemsize}")
-            array, (offset,) = _place(machine, warp, at[None], dtype.itemsize)
+            array, (offset,) = _place(machine, warp, at[None], dtype.itemsize, space)
             number = array[offset : offset + dtype.itemsize].view(dtype)
             before[lane] = number[0]
             number += added[lane]

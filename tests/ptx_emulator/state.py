@@ -48,7 +48,7 @@ class GlobalMemory:
         return tensor.data_ptr()
 
     def holds(self, address: int) -> bool:
-        """Return whether an address is global: all are above 4 GiB, but those of some builds of Python."""
+        """Return whether an address is global. Most are above 4 GiB; some builds of Python keep tensors below."""
         return address >= 1 << 32 or any(start <= address < start + len(one) for start, one in self.arrays.items())
 
     def at(self, addresses: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -126,16 +126,19 @@ def test_pruning_on_more_windows_comes_before_training(
     assert "no training: pruning and rounding would take less than a minute, more than a half of the minutes" in told
 
 
-def test_few_chats_are_read_a_few_times_alone(
+def test_few_chats_are_read_a_few_times_alone_and_time_is_left_to_round(
     model: Path, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module._Run, "left", lambda *_: 600.0)
+    monkeypatch.setattr(module, "estimate_seconds", lambda *_: 30.0)
+    monkeypatch.setitem(module.UNCOUNTED, "cpu", 60)
     done = ss.compress(
         model / "base", tmp_path / "out", "2:4", chats=str(model / "chats.jsonl"), device="cpu", minutes=60
     )
-    budget = json.loads((tmp_path / "out/recovered/recover.json").read_text())["options"]["tokens"]
+    options = json.loads((tmp_path / "out/recovered/recover.json").read_text())["options"]
+    assert options["minutes"] == (600 - 30 - 60) / 60
     text = len(tokens_of(read_documents(tmp_path / "out/training.jsonl"), load_tokenizer(model / "base")))
-    assert budget == module.MOST_READINGS * text
+    assert options["tokens"] == module.MOST_READINGS * text
     assert re.search(r" 3[12]\.\d times the chats", done.lines[2])
 
 

@@ -51,7 +51,7 @@ from slidesparse.weights.pattern import DENSE, Pattern
 from slidesparse.weights.quant import FLOATS, QuantName, Rounding, dtype_name
 
 OF_CHATS, OF_PRUNING, OF_JUDGING = 0.25, 0.5, 0.1  # shares of the minutes
-LATE = 1.75  # what rounding of a 0.5B took on an H200, over its estimate
+UNCOUNTED = {"cuda": 60, "cpu": 0}  # seconds of rounding beside its estimate: 46 and 67 of a 0.5B on an H200
 
 CHATS = {"cuda": (40_000, 400), "cpu": (1_000, 200)}
 """Most chats to write, and most tokens of an answer: a CPU writes about a thousand chats an hour with a small model."""
@@ -138,7 +138,8 @@ def compress(
         raise InputError("--pattern", got=pattern, needed="one with zeros to train", remedy=remedy)
     if prompts is not None and chats is not None:
         raise InputError("--prompts with --chats", needed="one of them", remedy="--chats are answered already")
-    documents = read_documents(given) if (given := chats or prompts) else []
+    given = chats or prompts
+    documents = read_documents(given) if given else []
     said = [[one, getattr(one, "tools", None), getattr(one, "tokens", None)] for one in documents]
     texts = hashlib.sha256(json.dumps([chats is None, said]).encode()).hexdigest()
     where, dense = usable_device(device), Checkpoint(source_folder(model, revision))
@@ -234,22 +235,21 @@ class _Run:
             less = replace(layers, windows=layers.windows[:samples], matching=matching, rounder=rounder)
             return estimate_seconds(replace(plan, layers=less), self.device) or 0.0
 
-        half, readable = 60 * self.minutes * OF_PRUNING, MOST_READINGS * tokens
-        *better, last = self.ladder
+        half, readable, best = 60 * self.minutes * OF_PRUNING, MOST_READINGS * tokens, self.ladder[0][1]
+        (*better, last), uncounted = self.ladder, UNCOUNTED[self.device.type]
         over, rungs = [], [*product((True, False), better), (True, last), (False, last)]
         for train, (samples, steps) in rungs:
-            pruning, rounding = seconds(samples, steps, not train), LATE * seconds(samples, 0) * train
+            pruning, rounding = seconds(samples, steps, not train), (seconds(samples, 0) + uncounted) * train
             trained = min(readable, rate * (self.left() - pruning - rounding))
             if pruning + rounding <= half and (not train or trained >= LEAST_TOKENS):
                 break
         else:
             over = [f"more than a half of the minutes: pruning takes {describe_seconds(pruning)}"]
-        cheapest = seconds(better[-1][0], 0, False) + LATE * seconds(better[-1][0], 0)
+        cheapest = seconds(better[-1][0], 0, False) + seconds(better[-1][0], 0) + uncounted
         most, least = max(0, rate * (self.left() - cheapest)), f"{LEAST_TOKENS / MOST_READINGS:.0f} and {LEAST_TOKENS}"
         few = f"{tokens} tokens of chats and time for {most:.0f}, where it needs {least}"
         if cheapest > half:
             few = f"pruning and rounding would take {describe_seconds(cheapest)}, more than a half of the minutes"
-        best = self.ladder[0][1]
         takes = f"with which pruning takes {describe_seconds(seconds(samples, best))}" if best else "which have experts"
         left_out = over + [f"no training: {few}"] * (not train) + [f"no matching of layers, {takes}"] * (not steps)
         how = {"samples": min(samples, len(layers.windows)), "length": layers.windows.shape[1], "match_steps": steps}
