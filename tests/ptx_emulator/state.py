@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -49,16 +49,18 @@ class GlobalMemory:
 
     def holds(self, address: int) -> bool:
         """Return whether an address is global. Most are above 4 GiB; some builds of Python keep tensors below."""
-        return address >= 1 << 32 or any(start <= address < start + len(one) for start, one in self.arrays.items())
+        return address >= 1 << 32 or any(True for _ in self._around(address))
+
+    def _around(self, address: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the start and the bytes of every tensor that has a byte at this address."""
+        return ((start, array) for start, array in self.arrays.items() if start <= address < start + len(array))
 
     def at(self, addresses: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the array of these addresses and the offsets in it, all ``size`` bytes inside."""
-        first = int(addresses[0])
-        for start, array in self.arrays.items():
-            if start <= first < start + len(array):
-                offsets = addresses - start
-                if offsets.min() >= 0 and offsets.max() + size <= len(array):
-                    return array, offsets
+        for start, array in self._around(int(addresses[0])):
+            offsets = addresses - start
+            if offsets.min() >= 0 and offsets.max() + size <= len(array):
+                return array, offsets
         raise Fault(f"global access of {size} bytes at {[hex(int(a)) for a in addresses[:4]]}")
 
 

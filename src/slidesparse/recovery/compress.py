@@ -235,8 +235,8 @@ class _Run:
             less = replace(layers, windows=layers.windows[:samples], matching=matching, rounder=rounder)
             return estimate_seconds(replace(plan, layers=less), self.device) or 0.0
 
-        half, readable, best = 60 * self.minutes * OF_PRUNING, MOST_READINGS * tokens, self.ladder[0][1]
-        (*better, last), uncounted = self.ladder, UNCOUNTED[self.device.type]
+        half, readable, uncounted = 60 * self.minutes * OF_PRUNING, MOST_READINGS * tokens, UNCOUNTED[self.device.type]
+        (*better, last), best = self.ladder, self.ladder[0][1]
         over, rungs = [], [*product((True, False), better), (True, last), (False, last)]
         for train, (samples, steps) in rungs:
             pruning, rounding = seconds(samples, steps, not train), (seconds(samples, 0) + uncounted) * train
